@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+# An exact version lets a package index that has CPU builds serve one; an open range can pull several GB of CUDA.
+TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.13' || echo 'torch==2.13.0')
+
+.PHONY: help install train test quick lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 18
+
+install: $(STAMP)  ## create .venv with everything the other targets need
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-input "$(TORCH)" </dev/null
+	$(BIN)/python -m pip install --quiet --no-input -e ".[dev]" </dev/null
+	@touch $@
+
+train: $(STAMP)  ## train a byte-level GPT on real text, ZeRO-3 on two processes (ARGS="--help" for options)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
+
+test: lint  ## formatter, linter, type checker and every test
+	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(STAMP)  ## the tests that are not marked slow: under two minutes
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+lint: $(STAMP)  ## formatter, linter and type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## compare with peers in one run each
+	@set -e; for file in examples/benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+clean:  ## remove .venv and everything that tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

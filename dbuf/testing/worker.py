@@ -1,0 +1,120 @@
+"""One process of the pool, `python -m dbuf.testing.worker`: it waits for cases and plays a rank in each."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
+
+_PARENT_POLL_MS = 1000
+
+
+def main(connection_fd: int, stack_path: str) -> None:
+    """Serve the parent over an inherited socket until it says stop or is gone.
+
+    Args:
+        connection_fd: File descriptor of the worker's end of the socket pair.
+        stack_path: File that the stacks of all threads are dumped to on `SIGUSR1`.
+    """
+    os.set_inheritable(connection_fd, False)
+    stacks = open(stack_path, "wb", buffering=0)  # open as long as the process lives
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    threading.Thread(target=_watch_parent, args=(connection_fd, os.getppid()), daemon=True).start()
+    torch.set_num_threads(1)
+    load_cloudpickle()
+    gc.collect()
+    gc.freeze()  # imported modules are not garbage: a collection after each case now costs little
+    with Connection(connection_fd) as connection:
+        connection.send(Answer(True, b""))
+        _serve(connection)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # no static destructors: a library thread still alive would end in `terminate called`
+
+
+def _watch_parent(connection_fd: int, parent: int) -> None:
+    """Leave at once when the parent is gone, whatever the main thread is doing."""
+    poller = select.poll()
+    poller.register(connection_fd, 0)  # a hang-up is reported without being asked for
+    while not poller.poll(_PARENT_POLL_MS) and os.getppid() == parent:
+        pass
+    os._exit(1)
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        if isinstance(message, Stop):
+            return
+        reply = _run_case(message) if isinstance(message, Case) else _leave(message)
+        connection.send(reply)
+
+
+def _run_case(case: Case) -> Answer:
+    cloudpickle = load_cloudpickle()
+    try:
+        _enter(case)
+        fn, args = cloudpickle.loads(case.payload)
+        return Answer(True, cloudpickle.dumps(fn(*args)))
+    except BaseException:  # also SystemExit and a test library's own control flow: the caller decides
+        return Answer(False, traceback.format_exc().encode())
+    finally:
+        _tidy()
+
+
+def _enter(case: Case) -> None:
+    """Make this process rank `case.rank`: paths, environment, seeds and the default process group."""
+    sys.path[:] = case.sys_path
+    importlib.invalidate_caches()
+    os.chdir(case.cwd)
+    os.environ.update(
+        RANK=str(case.rank),
+        LOCAL_RANK=str(case.rank),
+        WORLD_SIZE=str(case.world_size),
+        LOCAL_WORLD_SIZE=str(case.world_size),
+    )
+    random.seed(0)
+    torch.manual_seed(0)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{case.store}", world_size=case.world_size, rank=case.rank
+        )
+
+
+def _leave(message: Leave) -> Answer:
+    try:
+        if dist.is_initialized():
+            if message.in_step:
+                dist.barrier()
+            dist.destroy_process_group()
+        return Answer(True, b"")
+    except Exception:
+        return Answer(False, traceback.format_exc().encode())
+
+
+def _tidy() -> None:
+    """Forget what the case compiled, so that recompile limits do not leak into the next, and drop garbage."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
