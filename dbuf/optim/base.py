@@ -1,0 +1,189 @@
+"""What every optimizer shares: the `init` / `update` pair, chaining, applying, and the guard on placements.
+
+A transformation is two pure functions, as in optax (Hessel et al., 2020, https://github.com/google-deepmind/optax):
+`init(params) -> state` and `update(grads, state, params) -> (updates, state)`. Nothing is written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from dbuf import tree
+from dbuf.buffer import DBuffer
+from dbuf.errors import DbufError, PlacementError, TreeError, explain
+from dbuf.placement import Partial
+
+__all__ = [
+    "GradientTransformation",
+    "LearningRate",
+    "PyTree",
+    "apply_updates",
+    "chain",
+    "device_of",
+    "learning_rate_at",
+    "require_same_specs",
+    "state_dtype",
+]
+
+PyTree: TypeAlias = Any
+"""A pytree of DBuffers, or an optimizer's state: a pytree of DBuffers and 0-d tensors."""
+
+LearningRate: TypeAlias = float | torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
+"""A number, a 0-d tensor, or a schedule: a function of the number of updates done so far (0-d int64)."""
+
+
+class GradientTransformation(NamedTuple):
+    """An optimizer, or a part of one.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(grads, state, params) -> (updates, state)`; `updates` are what `apply_updates` adds.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Run transformations one after the other, the updates of each going into the next.
+
+    Args:
+        *transformations: First to last. None at all is the identity.
+
+    Returns:
+        One transformation, whose state is the tuple of theirs.
+
+    Example:
+        >>> chain(sgd(0.1), sgd(0.1)).init({})
+        (SGDState(step=tensor(0), trace=()), SGDState(step=tensor(0), trace=()))
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return tuple(part.init(params) for part in transformations)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        states = []
+        for part, old in zip(transformations, state, strict=True):
+            grads, new = part.update(grads, old, params)
+            states.append(new)
+        return grads, tuple(states)
+
+    return GradientTransformation(init, update)
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """Add updates to parameters, in the wider of the two dtypes; the sum gets the parameters' dtype.
+
+    Args:
+        params: Pytree of DBuffers.
+        updates: The same tree, with equal placements and layouts.
+
+    Returns:
+        New parameters; nothing aliases the old ones.
+
+    Raises:
+        PlacementError: Placements or layouts differ.
+
+    Communication:
+        None.
+    """
+    require_same_specs("dbuf.optim.apply_updates", params, updates=updates)
+    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+
+def learning_rate_at(learning_rate: LearningRate, step: torch.Tensor) -> float | torch.Tensor:
+    """Evaluate a learning rate after `step` updates (0-d int64): at 0 for the first one, as in optax."""
+    if isinstance(learning_rate, float | int | torch.Tensor):
+        return learning_rate
+    return learning_rate(step)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter's optimizer state: float32, or wider if the parameter is.
+
+    Example:
+        >>> state_dtype(torch.bfloat16)
+        torch.float32
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def device_of(params: PyTree) -> torch.device:
+    """The device for 0-d state: that of the first parameter, or the CPU if there is none."""
+    leaves = tree.leaves(params)
+    return leaves[0].device if leaves else torch.device("cpu")
+
+
+def require_same_specs(where: str, params: PyTree, **others: PyTree) -> None:
+    """Refuse trees whose buffers are not placed and laid out as the parameters are.
+
+    An element-wise update reads the same position of each flat tensor, so it is right only if all of them are
+    cut alike; a gradient that is still Partial would step with this rank's share of it, in silence.
+
+    Args:
+        where: The function that was called, for the message.
+        params: Pytree of DBuffers to compare with.
+        **others: Trees of the same buffers, by the name that messages give them.
+
+    Raises:
+        TreeError: A tree does not have the structure of `params`.
+        PlacementError: Placements, layouts or meshes differ; every offending buffer is listed.
+    """
+    expected = _specs(params)
+    if any(_specs(other) != expected for other in others.values()):
+        raise _mismatch(where, params, others)
+
+
+def _is_buffer(node: Any) -> bool:
+    return isinstance(node, DBuffer)
+
+
+def _specs(buffers: PyTree) -> list[Any]:
+    return [node.spec for node in tree.leaves(buffers, is_leaf=_is_buffer) if _is_buffer(node)]
+
+
+def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufError:
+    """The error that lists every buffer of `others` that is not as in `params`."""
+    expected, structure = tree.flatten_with_paths(params, is_leaf=_is_buffer)
+    wrong: list[str] = []
+    partial = False
+    for name, other in others.items():
+        found, other_structure = tree.flatten_with_paths(other, is_leaf=_is_buffer)
+        if other_structure != structure:
+            return TreeError(
+                explain(
+                    where,
+                    f"{name} and params are trees of different structure.",
+                    got=f"{name}: {_paths(found)}\nparams: {_paths(expected)}",
+                    need="gradients, optimizer state and parameters as trees of equal structure",
+                    fix="differentiate with respect to all of params, and init the state with them",
+                )
+            )
+        for (path, buf), (_, param) in zip(found, expected, strict=True):
+            if _is_buffer(buf) and _is_buffer(param) and buf.spec != param.spec:
+                partial |= any(isinstance(placement, Partial) for placement in buf.spec.placements)
+                wrong.append(f"{name}{path} has {_difference(buf.spec, param.spec)}")
+    if partial:
+        what = "a gradient is not reduced yet"
+        fix = "grads = dbuf.redistribute(grads, <placements of params>)"
+    else:
+        what = "buffers are not cut alike"
+        fix = "dbuf.redistribute them to the placements and layout of params"
+    need = "gradients, optimizer state and parameters with equal placements and layouts"
+    return PlacementError(explain(where, f"{what}.", got="\n".join(wrong), need=need, fix=fix))
+
+
+def _paths(keyed: list[tuple[str, Any]]) -> str:
+    return ", ".join(path for path, _ in keyed) or "empty"
+
+
+def _difference(got: Any, need: Any) -> str:
+    """Name the first part in which two specs differ, with both sides of it."""
+    for part in ("placements", "mesh", "layout"):
+        a, b = getattr(got, part), getattr(need, part)
+        if a != b:
+            return f"{part} {a!r}, params {b!r}"
+    return "another tree of tensors than params"
