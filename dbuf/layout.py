@@ -131,9 +131,9 @@ class GlobalLayout:
 
         The buffer is cut from the innermost mesh axis outwards: the innermost sharded axis is the most
         significant digit of the segment index. On a mesh (outer M, inner N), both sharded,
-        `segment = inner * M + outer`. With fewer sharded axes a rank holds `dp_size / prod(sharded sizes)` consecutive
-        segments, so that what a rank holds under `(Replicate(), RowAtomic())` contains what it holds under
-        `(RowAtomic(), RowAtomic())`.
+        `segment = inner * M + outer`. With fewer sharded axes a rank holds `dp_size / prod(sharded sizes)`
+        consecutive segments, so that what it holds under `(Replicate(), RowAtomic())` contains what it holds
+        under `(RowAtomic(), RowAtomic())`.
 
         Args:
             placements: One placement a mesh axis, as `dbuf.placement.normalize` returns them.

@@ -7,7 +7,7 @@ one and the same placement, so that every rank's part of a buffer is one contigu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NoReturn, TypeAlias
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -124,7 +124,7 @@ class TensorAtomic(_FlatShard):
     """
 
 
-class ShardLayout(str, Enum):
+class ShardLayout(StrEnum):
     """How a group is cut, one segment a rank: equal segments with padding, or uneven ones without."""
 
     PADDED = "padded"
