@@ -153,9 +153,7 @@ class GlobalLayout:
         """
         first = len(placements) - num_sharded(placements)
         parts, index = 1, 0
-        for axis in range(
-            first, len(placements)
-        ):  # outer to inner: each inner digit weighs all the outer sizes
+        for axis in range(first, len(placements)):  # outer to inner: a digit weighs all sizes outside of it
             index += coordinate[axis] * parts
             parts *= mesh_shape[axis]
         if self.dp_size % parts:
