@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn, TypeAlias
 
+from dbuf.compat import register_constant
 from dbuf.errors import LayoutError, explain, require_positive
 from dbuf.placement import (
     BlockAtomic,
@@ -240,6 +241,10 @@ class GlobalLayout:
         self._check_cuts()
         return self
 
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """An expression for generated code, and the names that it needs (torch's protocol)."""
+        return repr(self), {"GlobalLayout": GlobalLayout}
+
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -336,6 +341,10 @@ class GlobalLayout:
         if not self.rank_to_offset or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
             need = f"at least one cut, the first 0, never decreasing, none past size={self.size}"
             _refuse_field("rank_to_offset", self.rank_to_offset, need)
+
+
+# A layout met while a step is traced is a constant of the program, and its questions are answered for real.
+register_constant(GlobalLayout, ("local_range", "pieces", "admits", "segment", "row_size", "__eq__", "__hash__"))
 
 
 def check_shapes(shapes: Sequence[Sequence[int]], where: str) -> tuple[Shape, ...]:

@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "dual",
     "dual_placements",
+    "is_placement",
     "is_sharded",
     "normalize",
     "num_sharded",
@@ -162,6 +163,11 @@ def describe(placements: Placement | Sequence[Placement]) -> str:
         entries = [describe(entry) for entry in placements]
         return f"({entries[0]},)" if len(entries) == 1 else f"({', '.join(entries)})"
     return f"Partial({placements.reduce_op!r})" if isinstance(placements, Partial) else repr(placements)
+
+
+def is_placement(node: object) -> bool:
+    """Say whether an object is a placement of any kind, torch's own ones that dbuf refuses included."""
+    return isinstance(node, Replicate | Partial | Shard)
 
 
 def is_sharded(placement: Placement) -> bool:

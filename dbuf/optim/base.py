@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from dbuf import tree
-from dbuf.buffer import DBuffer
+from dbuf.buffer import buffers, is_buffer
 from dbuf.errors import DbufError, PlacementError, TreeError, explain
 from dbuf.placement import Partial
+from dbuf.spec import BufferSpec
 
 __all__ = [
     "GradientTransformation",
@@ -132,26 +133,20 @@ def require_same_specs(where: str, params: PyTree, **others: PyTree) -> None:
         TreeError: A tree does not have the structure of `params`.
         PlacementError: Placements, layouts or meshes differ; every offending buffer is listed.
     """
-    expected = _specs(params)
-    if any(_specs(other) != expected for other in others.values()):
-        raise _mismatch(where, params, others)
-
-
-def _is_buffer(node: Any) -> bool:
-    return isinstance(node, DBuffer)
-
-
-def _specs(buffers: PyTree) -> list[Any]:
-    return [node.spec for node in tree.leaves(buffers, is_leaf=_is_buffer) if _is_buffer(node)]
+    expected = buffers(params)
+    for other in others.values():
+        found = buffers(other)
+        if len(found) != len(expected) or any(a.spec != b.spec for a, b in zip(found, expected, strict=True)):
+            raise _mismatch(where, params, others)
 
 
 def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufError:
     """The error that lists every buffer of `others` that is not as in `params`."""
-    expected, structure = tree.flatten_with_paths(params, is_leaf=_is_buffer)
+    expected, structure = tree.flatten_with_paths(params, is_leaf=is_buffer)
     wrong: list[str] = []
     partial = False
     for name, other in others.items():
-        found, other_structure = tree.flatten_with_paths(other, is_leaf=_is_buffer)
+        found, other_structure = tree.flatten_with_paths(other, is_leaf=is_buffer)
         if other_structure != structure:
             return TreeError(
                 explain(
@@ -163,7 +158,7 @@ def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufErro
                 )
             )
         for (path, buf), (_, param) in zip(found, expected, strict=True):
-            if _is_buffer(buf) and _is_buffer(param) and buf.spec != param.spec:
+            if is_buffer(buf) and is_buffer(param) and buf.spec != param.spec:
                 partial |= any(isinstance(placement, Partial) for placement in buf.spec.placements)
                 wrong.append(f"{name}{path} has {_difference(buf.spec, param.spec)}")
     if partial:
@@ -180,7 +175,7 @@ def _paths(keyed: list[tuple[str, Any]]) -> str:
     return ", ".join(path for path, _ in keyed) or "empty"
 
 
-def _difference(got: Any, need: Any) -> str:
+def _difference(got: BufferSpec, need: BufferSpec) -> str:
     """Name the first part in which two specs differ, with both sides of it."""
     for part in ("placements", "mesh", "layout"):
         a, b = getattr(got, part), getattr(need, part)

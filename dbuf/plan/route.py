@@ -9,6 +9,7 @@ This file owns the transition table. A route is a tuple of *hops*, one a table r
     ("reduce_scatter", n, axis)                      sum over the axis, keep this rank's n-th
     ("all_reduce", n, axis)                          sum over the axis
     ("all_to_all", out_splits, in_splits, count)     exchange over the flattened group of the last `count` axes
+    ("wait",)                                        follows each collective, which only starts the transfer
 
 Every step is linear, and `transpose` turns steps into the steps of the exact transpose. What goes on the wire is
 decided from global metadata alone, so every rank plans the same collectives with the same sizes.
@@ -26,11 +27,12 @@ from typing import Any, NamedTuple, TypeAlias
 from dbuf.layout import GlobalLayout
 from dbuf.placement import Partial, Placement, Placements, is_sharded, num_sharded, shard_placement
 
-__all__ = ["TRANSITIONS", "Hop", "Row", "Steps", "coalesce", "plan_route", "transpose"]
+__all__ = ["TRANSITIONS", "WAIT", "Hop", "Row", "Steps", "coalesce", "plan_route", "rearrange", "split", "transpose"]
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
 Pieces: TypeAlias = tuple[tuple[int, int], ...]
 ZEROS = -1
+WAIT: tuple[str] = ("wait",)
 
 
 class Row(NamedTuple):
@@ -162,7 +164,7 @@ def _change(stage: _Stage, axis: int, placement: Placement) -> Hop:
     elif row.function == "reduce_scatter":
         steps = _mean_steps(stage, axis) + _scatter_steps(stage, after, axis)
     elif row.function == "allreduce":
-        steps = (*_mean_steps(stage, axis), ("all_reduce", stage.mesh_shape[axis], axis))
+        steps = (*_mean_steps(stage, axis), ("all_reduce", stage.mesh_shape[axis], axis), WAIT)
     elif row.function == "view":
         steps = _slice_steps(stage, after)
     elif _kind(placement) == "partial" and is_sharded(stage.placements[axis]):
@@ -184,9 +186,9 @@ def _gather_steps(stage: _Stage, axis: int) -> Steps:
     n, wire = stage.mesh_shape[axis], stage.wire_numel()
     mine = stage.range_at(stage.coordinate)[1]
     numels = [numel for _, numel in stage.on_axis(axis)]
-    pad = _rearrange(mine, [(0, mine), (ZEROS, wire - mine)])
-    compact = _rearrange(n * wire, [(i * wire, numel) for i, numel in enumerate(numels)])
-    return (*pad, ("all_gather", n, axis), *compact) if wire else ()
+    pad = rearrange(mine, [(0, mine), (ZEROS, wire - mine)])
+    compact = rearrange(n * wire, [(i * wire, numel) for i, numel in enumerate(numels)])
+    return (*pad, ("all_gather", n, axis), WAIT, *compact) if wire else ()
 
 
 def _scatter_steps(stage: _Stage, after: _Stage, axis: int) -> Steps:
@@ -196,21 +198,21 @@ def _scatter_steps(stage: _Stage, after: _Stage, axis: int) -> Steps:
     spread: list[tuple[int, int]] = []
     for piece_start, piece_numel in after.on_axis(axis):
         spread += [(piece_start - start, piece_numel), (ZEROS, wire - piece_numel)]
-    cut = _rearrange(wire, [(0, mine)])
-    return (*_rearrange(numel, spread), ("reduce_scatter", n, axis), *cut) if wire else ()
+    cut = rearrange(wire, [(0, mine)])
+    return (*rearrange(numel, spread), ("reduce_scatter", n, axis), WAIT, *cut) if wire else ()
 
 
 def _slice_steps(stage: _Stage, after: _Stage) -> Steps:
     start, numel = stage.range_at(stage.coordinate)
     new_start, new_numel = after.range_at(stage.coordinate)
-    return _rearrange(numel, [(new_start - start, new_numel)])
+    return rearrange(numel, [(new_start - start, new_numel)])
 
 
 def _embed_steps(stage: _Stage, after: _Stage, placement: Placement, axis: int) -> Steps:
     start, numel = stage.range_at(stage.coordinate)
     new_start, new_numel = after.range_at(stage.coordinate)
     before = start - new_start
-    steps = _rearrange(numel, [(ZEROS, before), (0, numel), (ZEROS, new_numel - before - numel)])
+    steps = rearrange(numel, [(ZEROS, before), (0, numel), (ZEROS, new_numel - before - numel)])
     return (*steps, ("scale", float(stage.mesh_shape[axis]))) if _is_avg(placement) else steps
 
 
@@ -219,7 +221,7 @@ def _keep_on_one_steps(stage: _Stage, placement: Placement, axis: int) -> Steps:
     if _is_avg(placement) or stage.coordinate[axis] == 0:
         return ()
     numel = stage.range_at(stage.coordinate)[1]
-    return _rearrange(numel, [(ZEROS, numel)])
+    return rearrange(numel, [(ZEROS, numel)])
 
 
 def _is_avg(placement: Placement) -> bool:
@@ -255,16 +257,16 @@ def _exchange(stage: _Stage, target: Placements, target_layout: GlobalLayout, ho
 
     # Both sides order what passes between two ranks by its place at the receiver.
     outgoing = [[(s, n) for _, n, s in sorted((at, n, s) for s, n, at in message)] for message in sends]
-    pack = _rearrange(held[me][1], list(itertools.chain.from_iterable(outgoing)))
+    pack = rearrange(held[me][1], list(itertools.chain.from_iterable(outgoing)))
     arrived: list[tuple[int, int, int]] = []
     cursor = 0
     for message in receives:
         for place, numel, _ in sorted(message):
             arrived.append((place, numel, cursor))
             cursor += numel
-    place_steps = _rearrange(cursor, _fill_gaps(sorted(arrived), wanted[me][1]))
+    place_steps = rearrange(cursor, _fill_gaps(sorted(arrived), wanted[me][1]))
     splits = tuple(_total(message) for message in receives), tuple(_total(message) for message in sends)
-    swap = (("all_to_all", *splits, count),) if len(members) > 1 else ()
+    swap = (("all_to_all", *splits, count), WAIT) if len(members) > 1 else ()
     hops.append(Hop(RELAYOUT, first, (*pack, *swap, *place_steps)))
     return after
 
@@ -331,7 +333,8 @@ def coalesce(pieces: Sequence[tuple[int, int]]) -> Pieces:
     return tuple(out)
 
 
-def _rearrange(numel_in: int, pieces: Sequence[tuple[int, int]]) -> Steps:
+def rearrange(numel_in: int, pieces: Sequence[tuple[int, int]]) -> Steps:
+    """The step that copies these pieces of `numel_in` elements, or none if that changes nothing."""
     joined = coalesce(pieces)
     if joined == ((0, numel_in),) or (not joined and not numel_in):
         return ()
@@ -342,23 +345,37 @@ def transpose(steps: Steps) -> Steps:
     """The steps of the exact transpose: reversed, each turned round.
 
     Example:
-        >>> transpose((("rearrange", 5, ((1, 3),)), ("all_gather", 2, 0)))
-        (('reduce_scatter', 2, 0), ('rearrange', 3, ((-1, 1), (0, 3), (-1, 1))))
+        >>> transpose((("rearrange", 5, ((1, 3),)), ("all_gather", 2, 0), ("wait",)))
+        (('reduce_scatter', 2, 0), ('wait',), ('rearrange', 3, ((-1, 1), (0, 3), (-1, 1))))
     """
     return tuple(itertools.chain.from_iterable(_transpose_step(step) for step in reversed(steps)))
 
 
 def _transpose_step(step: tuple[Any, ...]) -> Steps:
     kind = step[0]
+    if kind == "wait":
+        return ()
     if kind == "rearrange":
         return _invert(step[1], step[2])
     if kind == "all_gather":
-        return (("reduce_scatter", *step[1:]),)
+        return (("reduce_scatter", *step[1:]), WAIT)
     if kind == "reduce_scatter":
-        return (("all_gather", *step[1:]),)
+        return (("all_gather", *step[1:]), WAIT)
+    if kind == "all_reduce":
+        return (step, WAIT)
     if kind == "all_to_all":
-        return (("all_to_all", step[2], step[1], step[3]),)
-    return (step,)  # scale and all_reduce are their own
+        return (("all_to_all", step[2], step[1], step[3]), WAIT)
+    return (step,)  # a scale is its own transpose
+
+
+def split(steps: Steps) -> tuple[Steps, Steps]:
+    """Cut steps where the last collective has started and is not waited for: several moves then overlap.
+
+    Only copies follow the last wait, so nothing is summed in the second half or in its transpose.
+    """
+    waits = [i for i, step in enumerate(steps) if step == WAIT]
+    at = waits[-1] if waits else len(steps)
+    return steps[:at], steps[at:]
 
 
 def _invert(numel_in: int, pieces: Pieces) -> Steps:
@@ -369,4 +386,4 @@ def _invert(numel_in: int, pieces: Pieces) -> Steps:
         if start != ZEROS:
             placed.append((start, numel, cursor))
         cursor += numel
-    return _rearrange(cursor, _fill_gaps(sorted(placed), numel_in))
+    return rearrange(cursor, _fill_gaps(sorted(placed), numel_in))

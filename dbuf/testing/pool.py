@@ -64,7 +64,8 @@ def run(fn: Callable[..., T], *args: object, world_size: int = 4, timeout_s: flo
         ImportError: If cloudpickle is missing.
 
     Example:
-        >>> run(lambda x: x + torch.distributed.get_rank(), 10, world_size=2)
+        >>> from torch.distributed import get_rank
+        >>> run(lambda x: x + get_rank(), 10, world_size=2)
         [10, 11]
     """
     require_positive(world_size, "world_size", "dbuf.testing.run", DbufError)

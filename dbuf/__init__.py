@@ -1,0 +1,19 @@
+"""dbuf: sharded training state for PyTorch as plain values and pure functions, compiled end to end."""
+
+from dbuf.buffer import DBuffer, cast, merge, pack, select, shapes, unpack
+from dbuf.creation import check, shard
+from dbuf.errors import DbufError, LayoutError, PlacementError, TreeError
+from dbuf.layout import GlobalLayout
+from dbuf.mesh import init_mesh
+from dbuf.movement import allgather, allreduce, redistribute, reduce_scatter, view
+from dbuf.placement import (
+    BlockAtomic,
+    Partial,
+    Replicate,
+    RowAtomic,
+    ShardLayout,
+    TensorAtomic,
+    changed_mesh_axis,
+)
+from dbuf.plan import plan_row_atomic, plan_tensor_atomic
+from dbuf.reduce import all_finite, global_norm, norms, pmean, psum, vdot

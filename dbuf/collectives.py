@@ -1,0 +1,150 @@
+"""The one door to the functional collectives: differentiable moves of 1-D tensors.
+
+`move` executes the steps of a route (see `dbuf.plan.route`) and differentiates as their exact transpose, under
+`.backward()`, `torch.func` and forward mode, in eager and in a compiled graph. torch's own formulas for these
+collectives do not work under `torch.func` (pytorch#170834, #168393), so one `autograd.Function` holds the rule
+instead, behind a function that Dynamo puts into its graph whole: AOTAutograd then traces through it, and Inductor
+sees the native collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dbuf.compat import annotate
+from dbuf.plan.route import ZEROS, Steps, transpose
+
+__all__ = ["GATHER_MARK", "move"]
+
+GATHER_MARK = "dbuf_gather_again"
+_ops = torch.ops._c10d_functional
+
+
+@torch.compiler.allow_in_graph
+def move(
+    x: torch.Tensor,
+    steps: Steps,
+    wire: torch.dtype | None = None,
+    back: torch.dtype | None = None,
+    again: bool = False,
+) -> torch.Tensor:
+    """Run `steps` on a 1-D tensor.
+
+    Args:
+        x: Shape `(numel_in,)`.
+        steps: From `plan_route`, with group names in place of axes.
+        wire: The dtype to cast to first; the result has it. None keeps the dtype of `x`.
+        back: The dtype in which the gradient travels and is reduced. None keeps the gradient's own.
+        again: Mark the compiled nodes for repetition in the backward, instead of keeping their result.
+
+    Returns:
+        A new 1-D tensor, or `x` itself when there is nothing to do.
+
+    Communication:
+        The collectives among `steps`, in order.
+
+    Gradient:
+        `move` over `transpose(steps)`.
+    """
+    if not steps:
+        return x if wire is None else x.to(wire)
+    return _Move.apply(x, steps, wire, back, again)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Move(torch.autograd.Function):
+    """A linear map and its transpose."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: torch.Tensor, steps: Steps, wire: torch.dtype | None, back: torch.dtype | None, again: bool
+    ) -> torch.Tensor:
+        if not again:
+            return _run(x if wire is None else x.to(wire), steps)
+        with annotate({GATHER_MARK: True}):
+            return _run(x if wire is None else x.to(wire), steps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, ctx.steps, ctx.wire, ctx.back, _ = inputs
+        ctx.dtype = x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x_bar = move(cotangent, transpose(ctx.steps), ctx.back, ctx.wire).to(ctx.dtype)
+        return x_bar, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:  # type: ignore[override]
+        return move(tangent, ctx.steps, ctx.wire, ctx.back)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, int]:
+        # Without this rule vmap hands the collectives memory that nothing initialised, and no error.
+        rows = x.movedim(in_dims[0], 0).unbind(0)
+        return torch.stack([move(row, *rest) for row in rows]), 0
+
+
+def _run(x: torch.Tensor, steps: Steps) -> torch.Tensor:
+    for step in steps:
+        x = _EXECUTE[step[0]](x, *step[1:])
+    return x
+
+
+def _rearrange(x: torch.Tensor, numel_in: int, pieces: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    assert x.shape == (numel_in,), f"a route planned for {numel_in} elements met {tuple(x.shape)}"
+    runs = [x.new_zeros(numel) if start == ZEROS else x[start : start + numel] for start, numel in pieces]
+    if not runs:
+        return x.new_zeros(0)
+    # A lone slice is copied too: a view would keep the padded wire buffer alive.
+    return torch.cat(runs) if len(runs) > 1 else runs[0].clone()
+
+
+def _all_gather(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    return _on_bytes(x, lambda y: _ops.all_gather_into_tensor(y.contiguous(), n, group))
+
+
+def _reduce_scatter(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", n, group)  # type: ignore[no-any-return]
+
+
+def _all_reduce(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    return _ops.all_reduce(x.contiguous(), "sum", group)  # type: ignore[no-any-return]
+
+
+def _all_to_all(x: torch.Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: str) -> torch.Tensor:
+    return _on_bytes(x, lambda y: _ops.all_to_all_single(y.contiguous(), list(received), list(sent), group))
+
+
+def _broadcast(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
+    return _on_bytes(x, lambda y: _ops.broadcast(y.contiguous(), source, group))
+
+
+def _on_bytes(x: torch.Tensor, op: Any) -> torch.Tensor:
+    """gloo does not know float8, but moving it is moving bytes."""
+    if x.dtype.itemsize != 1 or x.dtype in (torch.uint8, torch.int8):
+        return op(x)  # type: ignore[no-any-return]
+    return _ops.wait_tensor(op(x.view(torch.uint8))).view(x.dtype)  # type: ignore[no-any-return]
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    return _ops.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+_EXECUTE = {
+    "rearrange": _rearrange,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "wait": _wait,
+    "scale": _scale,
+}

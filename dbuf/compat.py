@@ -1,0 +1,137 @@
+"""The one door to torch's private or renamed names, and to optree's.
+
+Every name here says which version it was read in and what will let it go. Nothing else in the library imports a
+private part of torch; `tests/test_compat.py` names each of these and fails when one moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._dynamo.exc as dynamo_exc
+import torch._dynamo.utils as dynamo_utils
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL  # noqa: F401  optree 0.14-0.20: no public name
+from torch._library import opaque_object
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.traceback import annotate
+from torch.utils._pytree import GetAttrKey, TreeSpec
+
+__all__ = [
+    "OPTREE_GLOBAL",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GetAttrKey",
+    "TreeSpec",
+    "annotate",
+    "compile_inductor",
+    "dynamo_exc",
+    "flatten_mesh",
+    "graph_breaks",
+    "inside_func_transform",
+    "is_functional_tensor",
+    "node_is_backward",
+    "node_is_recomputed",
+    "node_mark",
+    "register_constant",
+    "trace_autograd",
+]
+
+_T = TypeVar("_T")
+
+
+def register_constant(cls: type[_T], members: tuple[str, ...]) -> type[_T]:
+    """Make instances of `cls` compile-time constants that Dynamo guards by one `__eq__`.
+
+    The named methods run for real while tracing, and their results are constants of the program. torch 2.13 calls
+    this `register_opaque_type(typ="value")`, 2.14 `register_custom_class(typ="constant")`.
+    """
+    table = {name: opaque_object.MemberType.USE_REAL for name in members}
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="constant", members=table)
+    else:
+        opaque_object.register_opaque_type(cls, typ="value", members=table)
+    return cls
+
+
+def trace_autograd() -> contextlib.AbstractContextManager[None]:
+    """While it is open, Dynamo traces `torch.autograd.grad` into the graph (2.13: off, and not patchable inside)."""
+    return dynamo_config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return, attr-defined]
+
+
+@contextlib.contextmanager
+def _compiler_settings(graph_pass: Callable[[torch.fx.Graph], None] | None) -> Iterator[None]:
+    # torch's own pass that repeats tagged nodes in the backward handles one backward region and no random ops
+    # (2.13, 2.14). Ours, run before Inductor's post-grad passes, does it for any number, so torch's is off.
+    with (
+        functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
+        inductor_config.patch(post_grad_custom_pre_pass=graph_pass),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+def compile_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
+    graph_pass: Callable[[torch.fx.Graph], None],
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph by Inductor, with `graph_pass` run on the flat graph of forward and backward."""
+    from torch._inductor.compile_fx import compile_fx  # late: half a second, and only compilation needs it
+
+    with _compiler_settings(graph_pass):
+        return compile_fx(gm, inputs, config_patches=dict(options))  # type: ignore[no-any-return]
+
+
+def inductor_graph_pass(run: Callable[[torch.fx.Graph], None], files: tuple[str, ...]) -> Any:
+    """Wrap `run` as a custom pass whose cache key is the content of `files`."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files(files)
+
+    return Pass()
+
+
+def inside_func_transform() -> bool:
+    """Whether a `torch.func` transform (grad, vjp, vmap) is running around the caller."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:
+    """Make the process group over several axes of `mesh`; `mesh.get_group(name)` finds it from then on."""
+    mesh[axis_names]._flatten(name)
+
+
+def graph_breaks() -> int:
+    """Graph breaks that Dynamo has counted in this process."""
+    return sum(dynamo_utils.counters["graph_break"].values())
+
+
+def node_is_backward(node: torch.fx.Node) -> bool:
+    """Whether a graph node was made while `torch.autograd.grad` was traced (2.13, 2.14)."""
+    return bool(node.meta.get("autograd_backward", False))
+
+
+def node_mark(node: torch.fx.Node, key: str) -> Any:
+    """What `annotate` put on a graph node, or None."""
+    return node.meta.get("custom", {}).get(key)
+
+
+def node_is_recomputed(node: torch.fx.Node) -> bool:
+    """Whether `torch.utils.checkpoint` tagged a graph node for recomputation in the backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    tag = node.meta.get("recompute")
+    return tag in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

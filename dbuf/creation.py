@@ -1,0 +1,216 @@
+"""From full tensors to a `DBuffer`, and the agreement of all ranks on what they made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from dbuf import mesh as meshes
+from dbuf import tree as trees
+from dbuf.buffer import DBuffer, check_leaves, is_buffer
+from dbuf.collectives import move
+from dbuf.compat import register_constant
+from dbuf.errors import TreeError, explain
+from dbuf.layout import GlobalLayout
+from dbuf.mesh import DeviceMesh
+from dbuf.placement import (
+    Placement,
+    Placements,
+    Replicate,
+    ShardLayout,
+    describe,
+    normalize,
+)
+from dbuf.plan.route import WAIT
+from dbuf.spec import BufferSpec, check_fits, plan_layout
+
+__all__ = ["check", "shard"]
+
+_WHERE = "dbuf.shard"
+
+
+def shard(
+    tensors: Any,
+    mesh: DeviceMesh,
+    placements: Placement | Placements,
+    *,
+    layout: ShardLayout | GlobalLayout = ShardLayout.PADDED,
+    dp_size: int | None = None,
+    align: int = 1,
+    broadcast_from: int | None = None,
+) -> DBuffer:
+    """Put a tree of full tensors into one buffer, of which every rank keeps its own part.
+
+        full tree on each rank           rank 0: [a a b b]
+        {a: (3, 2), b: (2,)}      =>     rank 1: [a a . .]      (. = padding)
+
+    Args:
+        tensors: A pytree of full tensors of one dtype; `None` holds none. Any strides. Meta tensors give a meta
+            buffer, for planning.
+        mesh: From `init_mesh`.
+        placements: One entry a mesh axis, outermost first; one alone will do on a 1-D mesh. A `Partial` axis
+            takes the tensors as this rank's contributions.
+        layout: How to cut the group, or a layout that a planner made.
+        dp_size: Segments to plan for; by default one a rank of the mesh. An HSDP group that is never sharded
+            over the outer axis plans for the inner one alone, and pays padding for that.
+        align: Round equal segments, and what uneven ones put on the wire, up to this many elements; NCCL wants
+            16 bytes.
+        broadcast_from: A rank of the mesh, in row-major order, whose values all ranks take.
+
+    Returns:
+        A buffer whose local tensor owns memory of its own size only. Gaps and padding are zero.
+
+    Raises:
+        TreeError: A leaf is no plain tensor, dtypes or devices differ, or static metadata holds a tensor.
+        PlacementError: Not placements of this mesh.
+        LayoutError: The layout does not fit the tensors or the placements.
+
+    Communication:
+        None; with `broadcast_from`, one broadcast of the whole flat buffer over the mesh, outside any trace.
+
+    Gradient:
+        Zeros outside this rank's part.
+
+    Example:
+        >>> import dbuf
+        >>> buf = shard({"w": torch.ones(3, 2), "b": torch.zeros(2)}, dbuf.init_mesh(), dbuf.RowAtomic())
+        >>> buf.local
+        tensor([1., 1., 1., 1., 1., 1., 0., 0.])
+    """
+    leaves, treespec = trees.flatten(tensors)
+    present = tuple([leaf is not None for leaf in leaves])
+    leaves = [leaf for leaf in leaves if leaf is not None]
+    if not torch.compiler.is_compiling():
+        structure, _ = trees.Structure.of(tensors, _WHERE)
+        check_leaves(leaves, structure.paths, _WHERE)
+    all_shapes = tuple([tuple(leaf.shape) for leaf in leaves])
+    request = _Request(mesh, placements, all_shapes, layout, dp_size, align, treespec, present)
+    spec = request.spec()
+    if broadcast_from is None:
+        return DBuffer(_cut(leaves, spec), spec)
+    return DBuffer(_broadcast(leaves, spec, broadcast_from), spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of `shard` but its tensors, so that a traced `shard` plans for real."""
+
+    mesh: DeviceMesh
+    placements: Placement | Placements
+    shapes: tuple[tuple[int, ...], ...]
+    layout: ShardLayout | GlobalLayout
+    dp_size: int | None
+    align: int
+    treespec: Any
+    present: tuple[bool, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.shapes))
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        name = f"dbuf_request_{hash(self) & 0xFFFFFFFFFFFF:x}"
+        return name, {name: self}
+
+    def spec(self) -> BufferSpec:
+        placements = normalize(self.placements, self.mesh.ndim, _WHERE)
+        dp_size = self.mesh.size() if self.dp_size is None else self.dp_size
+        layout = plan_layout(self.shapes, placements, self.layout, dp_size, self.align, _WHERE)
+        check_fits(layout, placements, meshes.shape_of(self.mesh), _WHERE)
+        tree = trees.fill(list(range(len(self.shapes))), self.treespec, self.present)
+        return BufferSpec(self.mesh, placements, layout, trees.Structure.of(tree, _WHERE)[0])
+
+
+register_constant(_Request, ("spec", "__eq__", "__hash__"))
+
+
+def _cut(leaves: list[torch.Tensor], spec: BufferSpec) -> torch.Tensor:
+    """This rank's flat part: each leaf is cut to the local range first, then only those cuts are concatenated.
+
+    Concatenating whole leaves would need the full buffer; a view of one would keep the full storage alive.
+    """
+    parts: list[torch.Tensor] = []
+    cursor = 0
+    like = leaves[0] if leaves else torch.empty(0)
+    for tensor, start, numel, place in spec.local_pieces():
+        if place > cursor:
+            parts.append(like.new_zeros(place - cursor))
+        parts.append(_run_of(leaves[tensor], start, numel))
+        cursor = place + numel
+    if cursor < spec.local_numel() or not parts:
+        parts.append(like.new_zeros(spec.local_numel() - cursor))
+    # Inductor turns a concatenation of one slice into the slice itself, a view of the full tensor.
+    return torch.cat(parts) if len(parts) > 1 else torch.cat([*parts, like.new_zeros(0)])
+
+
+def _run_of(leaf: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    """Elements `start` to `start + numel` of a tensor in row-major order, without copying the whole of it."""
+    if leaf.ndim > 1 and leaf.shape[0]:
+        row = leaf[0].numel()
+        if start % row == 0 and numel % row == 0:
+            return leaf[start // row : (start + numel) // row].reshape(-1)
+    return leaf.reshape(-1)[start : start + numel]
+
+
+def _broadcast(leaves: list[torch.Tensor], spec: BufferSpec, source: int) -> torch.Tensor:
+    """This rank's part of the source's tensors: the whole flat buffer is sent, then cut."""
+    whole = BufferSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.layout, spec.tree)
+    flat = _cut(leaves, whole).detach()
+    if spec.num_ranks() > 1:
+        group = meshes.suffix_group(spec.mesh, spec.mesh.ndim)
+        flat = move(flat, (("broadcast", source, group), WAIT))
+    start, numel = spec.local_range
+    return flat[start : start + numel].clone()
+
+
+def check(bufs: Any, where: str = "dbuf.check") -> None:
+    """Compare the specs of a tree of buffers across ranks; every rank gets the same verdict, and none hangs.
+
+    Args:
+        bufs: A pytree of DBuffers, such as parameters or a training state.
+        where: The function named in the message.
+
+    Raises:
+        TreeError: Some rank has another tree, shape, key order, layout, placement or dtype; the message names the
+            first difference and the rank. Raised on every rank of the mesh.
+
+    Communication:
+        One small exchange of descriptions a mesh, outside any trace.
+    """
+    mine: dict[DeviceMesh, list[str]] = {}
+    for path, leaf in trees.flatten_with_paths(bufs, is_leaf=is_buffer)[0]:
+        if isinstance(leaf, DBuffer):
+            mine.setdefault(leaf.mesh, []).extend(_describe(path, leaf))
+    for mesh, lines in mine.items():
+        everyone = meshes.gather_objects(lines, mesh)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                _refuse_difference(everyone[0], theirs, rank, where)
+
+
+def _describe(path: str, buf: DBuffer) -> list[str]:
+    spec = buf.spec
+    name = f"buffer {path}" if path else "the buffer"
+    tensors = [f"{name}{p}: {tuple(s)}" for p, s in zip(spec.tree.paths, spec.layout.tensor_shapes, strict=True)]
+    layout = f"offsets {spec.layout.tensor_to_offset}, size {spec.layout.size}, cuts {spec.layout.rank_to_offset}"
+    return [
+        *tensors,
+        f"{name}: placements {describe(spec.placements)}, {buf.dtype}, mesh {spec.mesh_shape()}",
+        f"{name}: layout {layout}, align {spec.layout.align}",
+    ]
+
+
+def _refuse_difference(first: list[str], theirs: list[str], rank: int, where: str) -> None:
+    pairs = zip([*first, *[""] * len(theirs)], [*theirs, *[""] * len(first)], strict=False)
+    a, b = next((a, b) for a, b in pairs if a != b)
+    raise TreeError(
+        explain(
+            where,
+            "ranks disagree about the buffers.",
+            got=f"rank 0: {a or '(nothing more)'}\nrank {rank}: {b or '(nothing more)'}",
+            need="the same tree, shapes, dtype, placements and layout on every rank of the mesh",
+            fix="build the buffers from the same model code and the same arguments on every rank",
+        )
+    )
+

@@ -1,0 +1,150 @@
+"""The one door to process groups: making a mesh, and naming the group of one axis or of several.
+
+A mesh is torch's own `DeviceMesh`. Groups over several axes, which moves between layouts need, are made here with
+the mesh: making one inside a traced step is impossible, and making it late would be a collective that only some
+ranks might reach.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dbuf.compat import flatten_mesh
+from dbuf.errors import PlacementError, explain
+
+__all__ = ["DeviceMesh", "axis_group", "gather_objects", "init_mesh", "prepare", "shape_of", "suffix_group"]
+
+
+def init_mesh(
+    axis_names: Sequence[str] = ("dp",),
+    shape: Sequence[int] | None = None,
+    *,
+    device_type: str | None = None,
+) -> DeviceMesh:
+    """Make a mesh over all processes: torchrun's, or this one alone.
+
+    Starts `torch.distributed` when nobody has: from torchrun's environment if there is one (NCCL on GPU, gloo on
+    CPU), otherwise as a world of one process. A group that is running already is used as it is.
+
+    Args:
+        axis_names: Names of the mesh axes, outermost first.
+        shape: Ranks along each axis; at most one entry may be -1 and takes what is left. By default the first
+            axis takes all.
+        device_type: `"cuda"` or `"cpu"`; by default cuda where there is one.
+
+    Returns:
+        The mesh, with the groups of every suffix of its axes.
+
+    Raises:
+        PlacementError: The shape does not multiply up to the number of processes.
+
+    Communication:
+        Collective: every process calls it alike. Starting a world and its groups is a rendezvous.
+
+    Example:
+        >>> init_mesh(("dp",)).mesh_dim_names
+        ('dp',)
+    """
+    if isinstance(axis_names, str):
+        axis_names = (axis_names,)
+    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    _start_world(device)
+    sizes = _fill_shape(tuple(axis_names), shape, dist.get_world_size())
+    return prepare(init_device_mesh(device, sizes, mesh_dim_names=tuple(axis_names)))
+
+
+def _start_world(device: str) -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _fill_shape(names: tuple[str, ...], shape: Sequence[int] | None, world: int) -> tuple[int, ...]:
+    sizes = list(shape) if shape is not None else [-1] + [1] * (len(names) - 1)
+    known = 1
+    for size in sizes:
+        known *= size if size != -1 else 1
+    if sizes.count(-1) == 1 and known > 0 and world % known == 0:
+        sizes[sizes.index(-1)] = world // known
+        known = world
+    if len(sizes) != len(names) or known != world or min(sizes, default=1) < 1:
+        raise PlacementError(
+            explain(
+                "dbuf.init_mesh",
+                "the mesh does not cover the processes.",
+                got=f"axes {names} with shape {tuple(shape) if shape is not None else None}, {world} processes",
+                need="one size an axis, with product equal to the number of processes",
+                fix=f"dbuf.init_mesh({names!r}, {(world,) + (1,) * (len(names) - 1)!r})",
+            )
+        )
+    return tuple(sizes)
+
+
+def prepare(mesh: DeviceMesh) -> DeviceMesh:
+    """Make the groups over every suffix of two or more axes, and return the mesh.
+
+    `init_mesh` has done it; a `DeviceMesh` made by torch needs it before a layout changes on several sharded axes.
+    """
+    names = _names(mesh)
+    for count in range(2, len(names) + 1):
+        suffix = names[-count:]
+        flatten_mesh(mesh, suffix, "_".join(suffix))
+    return mesh
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    if mesh.mesh_dim_names is None:
+        raise PlacementError(
+            explain(
+                "dbuf",
+                "the mesh has no axis names.",
+                got=repr(mesh),
+                need="a DeviceMesh with mesh_dim_names",
+                fix='dbuf.init_mesh(("dp",))',
+            )
+        )
+    return tuple(mesh.mesh_dim_names)
+
+
+def shape_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Ranks along each axis, outermost first."""
+    return tuple(mesh.shape)
+
+
+def axis_group(mesh: DeviceMesh, axis: int) -> str:
+    """The name of this rank's group along one axis, as the functional collectives take it."""
+    return _group_name(mesh.get_group(axis))
+
+
+def suffix_group(mesh: DeviceMesh, count: int) -> str:
+    """The name of this rank's group over the last `count` axes; its ranks are in row-major order of those axes."""
+    if count == 1:
+        return axis_group(mesh, mesh.ndim - 1)
+    return _group_name(mesh.get_group("_".join(_names(mesh)[-count:])))
+
+
+def _group_name(group: Any) -> str:
+    return str(group.group_name)
+
+
+def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """`value` of every rank of the mesh, in row-major order; outside any trace."""
+    if mesh.size() == 1:
+        return [value]
+    names = _names(mesh)
+    group = mesh.get_group("_".join(names)) if len(names) > 1 else mesh.get_group(0)
+    out: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(out, value, group=group)
+    return out

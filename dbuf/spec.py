@@ -1,0 +1,518 @@
+"""`BufferSpec`: everything about a buffer but its numbers, as one hashable constant.
+
+While a step is traced, the methods of a spec run for real and their results become constants of the program, so
+that no planning is traced, and Dynamo guards a spec by one equality whatever the number of tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn
+
+import torch
+
+from dbuf import mesh as meshes
+from dbuf.compat import register_constant
+from dbuf.errors import LayoutError, PlacementError, TreeError, explain
+from dbuf.layout import GlobalLayout
+from dbuf.mesh import DeviceMesh
+from dbuf.placement import (
+    BlockAtomic,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    ShardLayout,
+    TensorAtomic,
+    describe,
+    dual_placements,
+    is_sharded,
+    normalize,
+    num_sharded,
+    shard_placement,
+)
+from dbuf.plan import plan_row_atomic
+from dbuf.plan.route import Steps, plan_route
+from dbuf.plan.selection import merge_steps, select_layout, selection_steps
+from dbuf.tree import Structure
+
+__all__ = ["BufferSpec", "MeshSum", "check_fits", "plan_layout", "refuse_partial", "refuse_structure"]
+
+Shape = tuple[int, ...]
+
+
+class BufferSpec:
+    """Mesh, placements, layout and tree structure of a buffer.
+
+    Args:
+        mesh: Where the buffer lives.
+        placements: One entry a mesh axis, outermost first; already normalised.
+        layout: Where each tensor lies in the flat buffer.
+        tree: The user's containers and key paths.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: Placements, layout: GlobalLayout, tree: Structure) -> None:
+        self.mesh = mesh
+        self.placements = placements
+        self.layout = layout
+        self.tree = tree
+        self._hash = hash((mesh, placements, layout, tree))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, BufferSpec)
+            and self._hash == other._hash
+            and self.placements == other.placements
+            and self.layout == other.layout
+            and self.mesh == other.mesh
+            and self.tree == other.tree
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        axes = ", ".join(
+            f"{n}={s}" for n, s in zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False)
+        )
+        return (
+            f"BufferSpec({describe(self.placements)} on ({axes}), {len(self.tree.paths)} tensors, "
+            f"{self.layout.size} elements in {self.layout.dp_size} segments)"
+        )
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """A name for generated code, bound to this object itself."""
+        name = f"dbuf_spec_{self._hash & 0xFFFFFFFFFFFF:x}"
+        return name, {name: self}
+
+    # -- this rank's share -----------------------------------------------------------------------------------
+
+    @cached_property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's place in the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            raise PlacementError(
+                explain(
+                    "dbuf",
+                    "this process is not part of the buffer's mesh.",
+                    got=f"rank {torch.distributed.get_rank()}, mesh {self.mesh}",
+                    need="a mesh that this rank belongs to",
+                    fix="leave this process out of the step, or make the mesh over all ranks",
+                )
+            )
+        return tuple(coordinate)
+
+    @cached_property
+    def local_range(self) -> tuple[int, int]:
+        """`(start, numel)` of this rank's contiguous part of the flat buffer."""
+        return self.layout.local_range(self.placements, meshes.shape_of(self.mesh), self.coordinate)
+
+    def local_numel(self) -> int:
+        """Elements in this rank's tensor."""
+        return self.local_range[1]
+
+    @cached_property
+    def _local(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Shape, ...]]:
+        start, numel = self.local_range
+        sizes: list[int] = []
+        part_of: list[int] = [-1] * len(self.layout.tensor_shapes)
+        shapes = [_none_of(shape) for shape in self.layout.tensor_shapes]
+        cursor = 0
+        for tensor, _, piece, place in self.layout.pieces(start, numel):
+            if place > cursor:
+                sizes.append(place - cursor)
+            part_of[tensor] = len(sizes)
+            shapes[tensor] = _rows_of(self.layout.tensor_shapes[tensor], piece)
+            sizes.append(piece)
+            cursor = place + piece
+        if cursor < numel:
+            sizes.append(numel - cursor)
+        return tuple(sizes), tuple(part_of), tuple(shapes)
+
+    def split_sizes(self) -> tuple[int, ...]:
+        """Sizes that cut the local tensor into one part a tensor, with gaps and padding as parts of their own."""
+        return self._local[0]
+
+    def part_of_tensor(self) -> tuple[int, ...]:
+        """For each tensor its part in `split_sizes`, -1 where this rank owns nothing of it."""
+        return self._local[1]
+
+    def local_shapes(self) -> tuple[Shape, ...]:
+        """For each tensor the shape of what this rank holds: `(0, *shape[1:])` where that is nothing."""
+        return self._local[2]
+
+    def local_pieces(self) -> tuple[tuple[int, int, int, int], ...]:
+        """`(tensor, start_in_tensor, numel, start_in_local)` of what this rank holds."""
+        return self.layout.pieces(*self.local_range)
+
+    def content_runs(self) -> tuple[tuple[int, int], ...]:
+        """`(start, numel)` of the runs of the local tensor that hold content, neighbours joined."""
+        runs: list[tuple[int, int]] = []
+        for _, _, numel, place in self.local_pieces():
+            if runs and sum(runs[-1]) == place:
+                runs[-1] = (runs[-1][0], runs[-1][1] + numel)
+            else:
+                runs.append((place, numel))
+        return tuple(runs)
+
+    # -- the tree --------------------------------------------------------------------------------------------
+
+    def treespec(self) -> Any:
+        """torch's spec of the containers."""
+        return self.tree.spec
+
+    def present(self) -> tuple[bool, ...]:
+        """For each leaf of the containers whether it holds a tensor."""
+        return self.tree.present
+
+    def tree_paths(self) -> tuple[str, ...]:
+        """The key path of each tensor."""
+        return self.tree.paths
+
+    def global_shapes(self) -> tuple[Shape, ...]:
+        """The global shape of each tensor."""
+        return self.layout.tensor_shapes
+
+    def selected(self, mask: tuple[bool, ...]) -> BufferSpec:
+        """The spec of the tensors that `mask` keeps, each rank keeping what it holds of them."""
+        return BufferSpec(self.mesh, self.placements, select_layout(self.layout, mask), self.tree.keep(mask))
+
+    def has_selection(self, part: BufferSpec) -> bool:
+        """Whether `part` is what `selected` gives for some mask."""
+        kept = set(part.tree.paths)
+        return part == self.selected(tuple(path in kept for path in self.tree.paths))
+
+    def steps_to_selection(self, part: BufferSpec) -> Steps:
+        """Steps from this rank's tensor to its part of a selection."""
+        return selection_steps(self._places_of(part), self.local_numel())
+
+    def steps_from_selection(self, part: BufferSpec) -> Steps:
+        """Steps from this rank's tensor followed by its part of a selection to the merged tensor."""
+        return merge_steps(self._places_of(part), self.local_numel())
+
+    def _places_of(self, part: BufferSpec) -> list[tuple[int, int]]:
+        kept = set(part.tree.paths)
+        paths = self.tree.paths
+        return [(place, numel) for tensor, _, numel, place in self.local_pieces() if paths[tensor] in kept]
+
+    # -- groups ----------------------------------------------------------------------------------------------
+
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        return meshes.shape_of(self.mesh)
+
+    def num_ranks(self) -> int:
+        """Ranks in the mesh."""
+        return math.prod(self.mesh_shape())
+
+    def sum_over_shards(self) -> Steps:
+        """Steps that sum a tensor over the sharded axes, each replica for itself."""
+        first = len(self.placements) - num_sharded(self.placements)
+        return sum_over(self.mesh, tuple(range(first, len(self.placements))))
+
+    def has_partial(self) -> bool:
+        """Whether the numbers are contributions to a reduction rather than values."""
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    # -- other specs -----------------------------------------------------------------------------------------
+
+    def with_placements(self, placements: Placement | Placements, where: str) -> BufferSpec:
+        """The same buffer at other placements of the same layout.
+
+        Raises:
+            PlacementError: Not placements of this mesh, or a partial axis would change its reduction.
+            LayoutError: The layout cannot be cut that way.
+        """
+        return self.with_layout(placements, self.layout, where)
+
+    def with_layout(
+        self, placements: Placement | Placements, layout: GlobalLayout | ShardLayout, where: str
+    ) -> BufferSpec:
+        """The same tensors at other placements in another layout, given or to be planned; see `with_placements`."""
+        target = normalize(placements, self.mesh.ndim, where)
+        if not isinstance(layout, GlobalLayout):
+            layout = plan_layout(self.global_shapes(), target, layout, self.layout.dp_size, self.layout.align, where)
+        if layout.tensor_shapes != self.layout.tensor_shapes:
+            _refuse_other_tensors(self, layout, where)
+        check_fits(layout, target, meshes.shape_of(self.mesh), where)
+        for axis, (old, new) in enumerate(zip(self.placements, target, strict=True)):
+            if isinstance(old, Partial) and isinstance(new, Partial) and old != new:
+                _refuse_other_reduction(self, axis, target, where)
+        return BufferSpec(self.mesh, target, layout, self.tree)
+
+    def dual(self) -> BufferSpec:
+        """The spec of this buffer's gradient."""
+        return BufferSpec(self.mesh, dual_placements(self.placements), self.layout, self.tree)
+
+    def gathered_placements(self) -> Placements:
+        """These placements with every sharded axis replicated."""
+        return tuple(Replicate() if is_sharded(p) else p for p in self.placements)
+
+    def reduced_placements(self) -> Placements:
+        """These placements with every partial axis replicated."""
+        return tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
+
+    def route(self, target: BufferSpec, function: str, where: str) -> Steps:
+        """The steps from here to `target`, for this rank.
+
+        Args:
+            target: A spec made by `with_placements` or `with_layout`.
+            function: The public function that asks; it may take only rows of its own name, `redistribute` any.
+            where: For the message.
+
+        Raises:
+            PlacementError: The way holds a row of another name.
+        """
+        return _bound_route(self, target, function, where)
+
+
+@lru_cache(maxsize=4096)
+def _bound_route(source: BufferSpec, target: BufferSpec, function: str, where: str) -> Steps:
+    hops = plan_route(
+        source.placements,
+        source.layout,
+        target.placements,
+        target.layout,
+        meshes.shape_of(source.mesh),
+        source.coordinate,
+    )
+    others = [hop for hop in hops if hop.row.function != function]
+    if function != "redistribute" and others:
+        _refuse_other_rows(source, target, function, where, sorted({hop.row.function for hop in others}))
+    return tuple(_bind(step, source.mesh) for hop in hops for step in hop.steps)
+
+
+def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Put the name of the group where the plan has an axis, or a number of axes."""
+    if step[0] in ("all_gather", "reduce_scatter", "all_reduce"):
+        return (*step[:-1], meshes.axis_group(mesh, step[-1]))
+    if step[0] == "all_to_all":
+        return (*step[:-1], meshes.suffix_group(mesh, step[-1]))
+    return step
+
+
+def sum_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> Steps:
+    """Steps that sum a tensor over mesh axes, innermost first; axes of size 1 cost nothing."""
+    steps: list[tuple[Any, ...]] = []
+    for axis in reversed(axes):
+        if mesh.shape[axis] > 1:
+            steps += [("all_reduce", mesh.shape[axis], meshes.axis_group(mesh, axis)), ("wait",)]
+    return tuple(steps)
+
+
+def _none_of(shape: Shape) -> Shape:
+    return (0, *shape[1:])
+
+
+def _rows_of(shape: Shape, numel: int) -> Shape:
+    if not shape:
+        return ()
+    return (numel // math.prod(shape[1:]), *shape[1:])
+
+
+def plan_layout(
+    shapes: tuple[tuple[int, ...], ...],
+    placements: Placements,
+    layout: ShardLayout | GlobalLayout,
+    dp_size: int,
+    align: int,
+    where: str,
+) -> GlobalLayout:
+    """The layout asked for: a planner's, checked against the shapes, or a new one for the kind of shard.
+
+    Raises:
+        LayoutError: A planned layout is for other shapes, or `TensorAtomic` came without one.
+    """
+    kind = shard_placement(placements)
+    if isinstance(layout, GlobalLayout):
+        if layout.tensor_shapes != shapes:
+            raise LayoutError(
+                explain(
+                    where,
+                    "the layout was planned for other tensors.",
+                    got=f"shapes {layout.tensor_shapes}",
+                    need=f"shapes {shapes}",
+                    fix="plan the layout from these tensors' shapes, in the tree's order",
+                )
+            )
+        return layout
+    if isinstance(kind, TensorAtomic):
+        raise LayoutError(
+            explain(
+                where,
+                "TensorAtomic does not say who owns which tensor.",
+                got=f"placements {describe(placements)} with layout={layout!r}",
+                need="a layout with an owner for each tensor",
+                fix="layout=dbuf.plan_tensor_atomic(shapes, dp_size, tensor_owners=...)",
+            )
+        )
+    block_size = kind.block_size if isinstance(kind, BlockAtomic) else 1
+    return plan_row_atomic(shapes, dp_size, block_size=block_size, shard_layout=ShardLayout(layout), align=align)
+
+
+def check_fits(layout: GlobalLayout, placements: Placements, mesh_shape: Shape, where: str) -> None:
+    """Refuse placements that this layout cannot be cut by.
+
+    Raises:
+        LayoutError: The cut is finer than planned, or splits what the placement keeps whole.
+    """
+    layout.local_range(placements, mesh_shape, (0,) * len(mesh_shape))
+    kind = shard_placement(placements)
+    if kind is None:
+        return
+    violation = layout.first_violation(kind)
+    if violation is not None:
+        raise LayoutError(
+            explain(
+                where,
+                f"the layout does not fit {kind!r}.",
+                got=violation,
+                need=f"a layout whose cuts respect {kind!r}",
+                fix="layout=ShardLayout.PADDED, or a GlobalLayout from a planner, to move to one that fits",
+            )
+        )
+
+
+def _refuse_other_tensors(spec: BufferSpec, layout: GlobalLayout, where: str) -> NoReturn:
+    raise LayoutError(
+        explain(
+            where,
+            "the layout was planned for other tensors.",
+            got=f"shapes {layout.tensor_shapes}",
+            need=f"shapes {spec.layout.tensor_shapes}",
+            fix="plan the layout from this buffer's shapes: buf.layout.tensor_shapes",
+        )
+    )
+
+
+def _refuse_other_reduction(spec: BufferSpec, axis: int, target: Placements, where: str) -> NoReturn:
+    raise PlacementError(
+        explain(
+            where,
+            "a partial value cannot change its reduction.",
+            got=f"{describe(spec.placements)} -> {describe(target)} (axis {axis})",
+            need="the same reduction on the axis, or a placement that reduces it",
+            fix="reduce first: dbuf.allreduce(bufs)",
+        )
+    )
+
+
+def _refuse_other_rows(
+    source: BufferSpec, target: BufferSpec, function: str, where: str, rows: list[str]
+) -> NoReturn:
+    names = ", ".join(f"dbuf.{row}" for row in rows)
+    raise PlacementError(
+        explain(
+            where,
+            f"cannot go {describe(source.placements)} -> {describe(target.placements)}.",
+            got=f"a change that needs {names}, on mesh axes {source.mesh.mesh_dim_names}",
+            need=f"a change made of {function} alone",
+            fix=f"dbuf.{rows[0] if len(rows) == 1 else 'redistribute'}(bufs, {describe(target.placements)})",
+        )
+    )
+
+
+def refuse_partial(spec: BufferSpec, where: str) -> None:
+    """Raise `PlacementError` if the numbers are contributions that nobody has reduced yet."""
+    if spec.has_partial():
+        raise PlacementError(
+            explain(
+                where,
+                "a partial buffer holds contributions, not values.",
+                got=f"placements {describe(spec.placements)}",
+                need="Replicate or sharded placements",
+                fix=f"dbuf.allreduce(buf, {describe(spec.reduced_placements())})",
+            )
+        )
+
+
+def refuse_structure(got: str, need: str, where: str) -> NoReturn:
+    """Raise `TreeError` for tensors that do not match a buffer's tree or local shapes."""
+    raise TreeError(
+        explain(where, "the tensors do not match the buffer.", got=got, need=need, fix="start from dbuf.unpack(buf)")
+    )
+
+
+class MeshSum:
+    """A sum over some axes of a mesh, as a constant.
+
+    Args:
+        mesh: The mesh.
+        axes: A name or index, or several; None for all axes.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: int | str | tuple[int | str, ...] | None) -> None:
+        names = mesh.mesh_dim_names or ()
+        listed = range(mesh.ndim) if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+        unknown = [a for a in listed if a not in names and a not in range(mesh.ndim)]
+        if unknown:
+            raise PlacementError(
+                explain(
+                    "dbuf.psum",
+                    "no such mesh axis.",
+                    got=f"{unknown}",
+                    need=f"names or indices of axes {names}",
+                    fix=f"axes={names[:1]}",
+                )
+            )
+        self.mesh = mesh
+        self.axes = tuple(sorted({names.index(a) if isinstance(a, str) else a for a in listed}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshSum) and self.axes == other.axes and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.axes))
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """A name for generated code, bound to this object itself."""
+        name = f"dbuf_sum_{hash(self) & 0xFFFFFFFFFFFF:x}"
+        return name, {name: self}
+
+    def num_ranks(self) -> int:
+        """Ranks that the sum runs over."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def steps(self) -> Steps:
+        """The steps, innermost axis first."""
+        return sum_over(self.mesh, self.axes)
+
+
+register_constant(MeshSum, ("num_ranks", "steps", "__eq__", "__hash__"))
+register_constant(
+    BufferSpec,
+    (
+        "mesh",
+        "placements",
+        "layout",
+        "tree",
+        "local_numel",
+        "split_sizes",
+        "part_of_tensor",
+        "local_shapes",
+        "local_pieces",
+        "content_runs",
+        "treespec",
+        "present",
+        "tree_paths",
+        "global_shapes",
+        "selected",
+        "has_selection",
+        "steps_to_selection",
+        "steps_from_selection",
+        "mesh_shape",
+        "num_ranks",
+        "sum_over_shards",
+        "has_partial",
+        "with_placements",
+        "with_layout",
+        "dual",
+        "gathered_placements",
+        "reduced_placements",
+        "route",
+        "__eq__",
+        "__hash__",
+    ),
+)
