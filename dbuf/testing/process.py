@@ -106,8 +106,10 @@ class Worker:
 
     def forward_output(self) -> None:
         """Print what the process printed since the last time, each line marked with its rank."""
-        written = (self.folder / f"out-{self.index}").read_bytes()
-        text, self.printed = written[self.printed :], len(written)
+        with open(self.folder / f"out-{self.index}", "rb") as out:
+            out.seek(self.printed)
+            text = out.read()
+        self.printed += len(text)
         for line in text.decode(errors="replace").splitlines():
             print(f"[rank {self.index}] {line}")
 
