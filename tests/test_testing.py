@@ -142,6 +142,7 @@ def test_output_is_printed_with_its_rank(capsys: pytest.CaptureFixture[str]) -> 
     assert out == "[rank 0] line\n[rank 0] of 0\n[rank 1] line\n[rank 1] of 1\n"
 
 
+@pytest.mark.slow
 def test_groups_made_by_cases_do_not_pile_up() -> None:
     """A persistent pool once ran out of file descriptors: each case left its sub-groups open."""
 
@@ -204,6 +205,7 @@ def test_sys_exit_is_a_failure_and_not_the_end_of_a_worker() -> None:
         testing.run(sys.exit, 3, world_size=1)
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_timeout_with_the_stack_of_each_rank() -> None:
     pids = testing.run(os.getpid, world_size=2)
     with pytest.raises(testing.WorkerTimeout, match=r"rank 0, 1 still running after 2 s") as caught:
@@ -233,6 +235,7 @@ def test_a_dead_worker_is_reported_with_its_cause_and_last_words(how: str, cause
     assert "last words" in caught.value.failures[1]
 
 
+@pytest.mark.slow
 def test_shutdown_ends_the_processes_and_the_next_run_starts_others() -> None:
     before = testing.run(os.getpid, world_size=2)
     testing.shutdown()
@@ -257,6 +260,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_main_guard_works_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = _start(tmp_path, SCRIPT)
     out, err = done.communicate(timeout=120)
@@ -268,9 +272,10 @@ def test_a_script_without_main_guard_works_and_leaves_nothing_behind(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_do_not_outlive_an_interrupted_or_killed_parent(tmp_path: Path, number: int) -> None:
-    process = _start(
-        tmp_path, SCRIPT + "    dbuf.testing.run(lambda: __import__('time').sleep(600), world_size=2)"
-    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    hang = "    dbuf.testing.run(lambda: __import__('time').sleep(600), world_size=2)"
+    process = _start(tmp_path, SCRIPT + hang, TMPDIR=str(scratch))
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
@@ -282,8 +287,10 @@ def test_workers_do_not_outlive_an_interrupted_or_killed_parent(tmp_path: Path, 
     while any(map(_is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_is_running, pids))
+    assert not any(scratch.glob("dbuf-testing-*"))
 
 
+@pytest.mark.slow
 def test_a_missing_cloudpickle_is_named(tmp_path: Path) -> None:
     process = _start(
         tmp_path,
@@ -409,10 +416,10 @@ def _load(path: Path, source: str) -> ModuleType:
     return module
 
 
-def _start(folder: Path, source: str) -> subprocess.Popen[str]:
+def _start(folder: Path, source: str, **extra: str) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"} | extra
     return subprocess.Popen(
         [sys.executable, str(script)],
         cwd=folder,

@@ -8,6 +8,7 @@ import importlib
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -33,7 +34,9 @@ def main(connection_fd: int, stack_path: str) -> None:
     stacks = open(stack_path, "wb", buffering=0)  # open as long as the process lives
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(target=_watch_parent, args=(connection_fd, os.getppid()), daemon=True).start()
+    threading.Thread(
+        target=_watch_parent, args=(connection_fd, os.getppid(), stack_path), daemon=True
+    ).start()
     torch.set_num_threads(1)
     load_cloudpickle()
     gc.collect()
@@ -46,12 +49,15 @@ def main(connection_fd: int, stack_path: str) -> None:
     os._exit(0)  # no static destructors: a library thread still alive would end in `terminate called`
 
 
-def _watch_parent(connection_fd: int, parent: int) -> None:
+def _watch_parent(connection_fd: int, parent: int, stack_path: str) -> None:
     """Leave at once when the parent is gone, whatever the main thread is doing."""
     poller = select.poll()
     poller.register(connection_fd, 0)  # a hang-up is reported without being asked for
     while not poller.poll(_PARENT_POLL_MS) and os.getppid() == parent:
         pass
+    shutil.rmtree(
+        os.path.dirname(stack_path), ignore_errors=True
+    )  # the pool's folder: nobody else is left to
     os._exit(1)
 
 
