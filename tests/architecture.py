@@ -24,6 +24,7 @@ ROWS = (
     "movement",
     "reduce",
     "transforms",
+    "rematerialize",
     "schedule",
     "compile",
     "optim",
