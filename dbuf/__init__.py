@@ -1,6 +1,7 @@
 """dbuf: sharded training state for PyTorch as plain values and pure functions, compiled end to end."""
 
 from dbuf.buffer import DBuffer, cast, merge, pack, select, shapes, unpack
+from dbuf.compile import Jitted, disable_jit, inspect, jit
 from dbuf.creation import check, shard
 from dbuf.errors import DbufError, LayoutError, PlacementError, TreeError
 from dbuf.layout import GlobalLayout
@@ -17,3 +18,5 @@ from dbuf.placement import (
 )
 from dbuf.plan import plan_row_atomic, plan_tensor_atomic
 from dbuf.reduce import all_finite, global_norm, norms, pmean, psum, vdot
+from dbuf.rematerialize import gathered, remat
+from dbuf.transforms import grad, value_and_grad

@@ -16,7 +16,7 @@ import torch
 from dbuf.compat import annotate
 from dbuf.plan.route import ZEROS, Steps, transpose
 
-__all__ = ["GATHER_MARK", "move"]
+__all__ = ["GATHER_MARK", "is_collective", "move"]
 
 GATHER_MARK = "dbuf_gather_again"
 _ops = torch.ops._c10d_functional
@@ -148,3 +148,15 @@ _EXECUTE = {
     "wait": _wait,
     "scale": _scale,
 }
+
+
+def is_collective(target: object) -> bool:
+    """Whether the target of a graph node starts a collective (a wait does not)."""
+    packet = getattr(target, "overloadpacket", None)
+    return packet in (
+        _ops.all_gather_into_tensor,
+        _ops.reduce_scatter_tensor,
+        _ops.all_reduce,
+        _ops.all_to_all_single,
+        _ops.broadcast,
+    )

@@ -7,17 +7,16 @@ private part of torch; `tests/test_compat.py` names each of these and fails when
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.config as dynamo_config
-import torch._dynamo.exc as dynamo_exc
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL  # noqa: F401  optree 0.14-0.20: no public name
+from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,13 +29,13 @@ __all__ = [
     "FakeTensorMode",
     "GetAttrKey",
     "TreeSpec",
+    "BackendFailed",
     "annotate",
     "compile_inductor",
-    "dynamo_exc",
     "flatten_mesh",
     "graph_breaks",
     "inside_func_transform",
-    "is_functional_tensor",
+    "inductor_graph_pass",
     "node_is_backward",
     "node_is_recomputed",
     "node_mark",

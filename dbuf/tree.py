@@ -26,6 +26,7 @@ __all__ = [
     "map",
     "map_with_path",
     "register_node",
+    "signature",
     "structure",
     "unflatten",
 ]
@@ -35,6 +36,11 @@ unflatten = _pytree.tree_unflatten
 leaves = _pytree.tree_leaves
 structure = _pytree.tree_structure
 map = _pytree.tree_map
+
+
+def signature(tree: Any) -> Hashable:
+    """The containers and static parts of a tree as one hashable value, found in C++; dict order does not count."""
+    return optree.tree_structure(tree, none_is_leaf=False)
 
 
 def flatten_with_paths(

@@ -1,0 +1,225 @@
+"""`jit`: a whole step as one program, with donated state updated in its own memory; and `inspect` of it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from dbuf import compat, schedule
+from dbuf import mesh as meshes
+from dbuf import tree as trees
+from dbuf.buffer import DBuffer, buffers
+from dbuf.creation import check
+from dbuf.donation import check_donation, write_back
+from dbuf.inspection import Report, read_graph
+
+__all__ = ["Jitted", "disable_jit", "inspect", "jit"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_disabled = contextvars.ContextVar("jit runs eagerly", default=False)
+
+
+def jit(
+    fn: Callable[P, R],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+) -> Jitted[P, R]:
+    """Compile a step into one program: `torch.compile(fullgraph=True)` with what a step of buffers needs.
+
+    Before the first run with new specs it compares them across ranks and runs `fn` once on fake tensors, so that a
+    mistake is an error with its own message and nothing has run.
+
+    Args:
+        fn: A pure function of pytrees. It may call `dbuf.value_and_grad`.
+        donate_argnums: Positional arguments whose memory the results take over. The k-th of them pairs with the
+            k-th element of the returned tuple (or with the result itself, if that is no tuple); both have the
+            same structure, specs, shapes and dtypes. Only the returned buffers may be used afterwards.
+        dynamic: As in `torch.compile`: by default a second shape of a batch makes that dimension dynamic. Buffers
+            never become dynamic: each set of specs has a program of its own.
+        options: Settings of Inductor.
+
+    Returns:
+        A function like `fn`, with `compiles` (programs so far) and `inspect`.
+
+    Raises:
+        DbufError: What `fn` raises on these arguments; ranks that disagree; results that do not pair with what is
+            donated, or donated tensors that share memory.
+
+    Communication:
+        That of `fn`; before the first run with new specs, one small exchange.
+
+    Example:
+        >>> import dbuf
+        >>> w = dbuf.shard({"w": torch.ones(3)}, dbuf.init_mesh(), dbuf.RowAtomic())
+        >>> double = dbuf.jit(lambda buf: dbuf.tree.map(lambda x: x * 2, buf))  # doctest: +SKIP
+    """
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return Jitted(fn, numbers, dynamic, dict(options or {}))
+
+
+@contextlib.contextmanager
+def disable_jit() -> Iterator[None]:
+    """While it is open, every `jit` function runs as plain Python, without donation: for a debugger or `print`."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+def inspect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """What a step does on these arguments, read from its graph: collectives, bytes, gathered weights alive.
+
+    Args:
+        fn: A function, or the result of `jit`.
+        *args: As for a call. Nothing is run, and nothing is donated.
+        **kwargs: As for a call.
+
+    Returns:
+        The report; `print` it, or count with it.
+
+    Communication:
+        None beyond the exchange before a first run.
+    """
+    jitted = fn if isinstance(fn, Jitted) else jit(fn)
+    return jitted.inspect(*args, **kwargs)
+
+
+class Jitted(Generic[P, R]):
+    """A compiled function: one program for each structure and specs of its arguments."""
+
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        donate_argnums: tuple[int, ...],
+        dynamic: bool | None,
+        options: dict[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.donate_argnums = donate_argnums
+        self._dynamic = dynamic
+        self._options = options
+        self._programs: dict[Hashable, _Program] = {}
+
+    @property
+    def compiles(self) -> int:
+        """Programs compiled so far, those for further shapes of a batch included."""
+        return sum(program.compiles for program in self._programs.values())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _disabled.get():
+            return self.fn(*args, **kwargs)
+        program = self._program(args, kwargs)
+        # Any call may meet a new shape of the batch and compile.
+        with compat.trace_autograd():
+            return program.run(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def inspect(self, *args: P.args, **kwargs: P.kwargs) -> Report:
+        """See `dbuf.inspect`."""
+        report = self._program(args, kwargs).report(args, kwargs)
+        return dataclasses.replace(report, compiles=self.compiles)
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        key = trees.signature((args, kwargs))
+        program = self._programs.get(key)
+        if program is None:
+            check((args, kwargs), f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})")
+            out = run_on_fakes(self.fn, args, kwargs)
+            check_donation(args, out, self.donate_argnums)
+            program = _Program(self.fn, self.donate_argnums, self._dynamic, self._options, args, kwargs)
+            self._programs[key] = program
+        return program
+
+
+def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on tensors without memory: its errors come out as they are, its result has shapes and dtypes."""
+    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_args, fake_kwargs = trees.map(
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
+        return fn(*fake_args, **fake_kwargs)
+
+
+class _Captured(Exception):
+    """Ends a compilation whose graph has been read and whose program nobody wants."""
+
+
+class _Program:
+    """One `torch.compile` of a function for arguments with given specs."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        donate_argnums: tuple[int, ...],
+        dynamic: bool | None,
+        options: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.compiles = 0
+        self._options = options
+        self._dynamic = dynamic
+        self._report: Report | None = None
+        self._axis_of_group = _axes(buffers((args, kwargs)))
+
+        def program(*args: Any, **kwargs: Any) -> Any:
+            return write_back(args, fn(*args, **kwargs), donate_argnums)
+
+        self._program = program
+        self.run = self._compile(self._backend)
+
+    def _compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        # isolate_recompiles: each program has a cache and a limit of its own, so that other specs neither count
+        # towards the limit nor make the sizes of this one's buffers dynamic.
+        return torch.compile(
+            self._program, fullgraph=True, dynamic=self._dynamic, backend=backend, isolate_recompiles=True
+        )
+
+    def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.compiles += 1
+        return compat.compile_inductor(gm, inputs, self._graph_pass(), self._options)
+
+    def _graph_pass(self) -> Any:
+        def run(graph: torch.fx.Graph) -> None:
+            schedule.repeat_in_backward(graph)
+            self._report = read_graph(graph, self._axis_of_group)
+
+        files = (os.path.abspath(schedule.__file__),)
+        return compat.inductor_graph_pass(run, files)
+
+    def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+        """The report of the last compilation, or of one made for it when that came from Inductor's cache."""
+        if self._report is None:
+
+            def capture(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+                options = {**self._options, "force_disable_caches": True}
+                compat.compile_inductor(gm, inputs, self._graph_pass(), options)
+                raise _Captured
+
+            with compat.trace_autograd(), contextlib.suppress(compat.BackendFailed):
+                self._compile(capture)(*args, **kwargs)
+        assert self._report is not None, "the compiler never ran its passes"
+        return self._report
+
+
+def _axes(bufs: list[DBuffer]) -> dict[str, str]:
+    """The axis, or axes, of each process group of the buffers' meshes."""
+    out: dict[str, str] = {}
+    for mesh in {buf.mesh for buf in bufs}:
+        names = mesh.mesh_dim_names or ()
+        for count in range(2, mesh.ndim + 1):
+            out[meshes.suffix_group(mesh, count)] = "_".join(names[-count:])
+        for axis, name in enumerate(names):
+            out[meshes.axis_group(mesh, axis)] = name
+    return out

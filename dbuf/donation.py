@@ -1,0 +1,111 @@
+"""Donated arguments: which result goes into whose memory, and the writing itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dbuf import tree as trees
+from dbuf.errors import DbufError, TreeError, explain
+
+__all__ = ["check_donation", "write_back"]
+
+_WHERE = "dbuf.jit"
+
+
+def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> Any:
+    """`out` with each paired part written into, and replaced by, the donated argument; runs inside the trace.
+
+    Inductor turns a trailing copy into the old tensor into a kernel that writes there in the first place.
+    """
+    if not donate_argnums:
+        return out
+    parts = list(out) if isinstance(out, tuple | list) else [out]
+    for k, i in enumerate(donate_argnums):
+        for old, new in zip(trees.leaves(args[i]), trees.leaves(parts[k]), strict=True):
+            if isinstance(old, torch.Tensor) and old is not new:
+                old.copy_(new)
+        parts[k] = args[i]
+    return type(out)(parts) if type(out) in (tuple, list) else _rebuild(out, parts)
+
+
+def _rebuild(out: Any, parts: list[Any]) -> Any:
+    if isinstance(out, tuple):
+        return type(out)(*parts)  # a named tuple
+    return parts[0]
+
+
+def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> None:
+    """Refuse results that do not pair with what is donated.
+
+    Args:
+        args: The arguments.
+        out: What the function returns for them; fake tensors will do.
+        donate_argnums: Which arguments are donated.
+
+    Raises:
+        TreeError: A donated argument has no partner of the same structure, specs, shapes and dtypes.
+        DbufError: A number is out of range or given twice, or donated tensors share memory.
+    """
+    parts = list(out) if isinstance(out, tuple | list) else [out]
+    if sorted(set(donate_argnums)) != sorted(donate_argnums) or any(
+        not 0 <= i < len(args) for i in donate_argnums
+    ):
+        _refuse(
+            "no such arguments to donate.",
+            got=f"donate_argnums={donate_argnums} of {len(args)} positional arguments",
+            need="positions of arguments, each once",
+            fix="donate_argnums=(0, 1), and pass those arguments by position",
+        )
+    for k, i in enumerate(donate_argnums):
+        if k >= len(parts):
+            raise TreeError(_unpaired(i, k, "nothing", "a result for each donated argument"))
+        difference = _first_difference(args[i], parts[k])
+        if difference:
+            raise TreeError(_unpaired(i, k, *difference))
+    _check_memory([leaf for i in donate_argnums for leaf in trees.leaves(args[i])])
+
+
+def _first_difference(old: Any, new: Any) -> tuple[str, str] | None:
+    olds, old_spec = trees.flatten_with_paths(old)
+    news, new_spec = trees.flatten_with_paths(new)
+    if old_spec != new_spec:
+        return str(new_spec), str(old_spec)
+    for (path, a), (_, b) in zip(olds, news, strict=True):
+        if isinstance(a, torch.Tensor) and (not isinstance(b, torch.Tensor) or _form(a) != _form(b)):
+            return f"{path}: {_form(b) if isinstance(b, torch.Tensor) else b!r}", f"{path}: {_form(a)}"
+    return None
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}"
+
+
+def _unpaired(argument: int, result: int, got: str, need: str) -> str:
+    return explain(
+        _WHERE,
+        f"argument {argument} is donated, but result {result} does not fit into its memory.",
+        got=got,
+        need=need,
+        fix="return the updated arguments first, in the order of donate_argnums, or donate fewer",
+    )
+
+
+def _check_memory(leaves: list[Any]) -> None:
+    seen: set[int] = set()
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+            continue
+        if leaf.data_ptr() in seen:
+            _refuse(
+                "two donated tensors share memory, so one result would overwrite the other.",
+                got=f"{_form(leaf)} given twice",
+                need="tensors with memory of their own",
+                fix="clone one of them before the first step",
+            )
+        seen.add(leaf.data_ptr())
+
+
+def _refuse(what: str, *, got: str, need: str, fix: str) -> None:
+    raise DbufError(explain(_WHERE, what, got=got, need=need, fix=fix))
