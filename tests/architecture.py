@@ -26,6 +26,8 @@ ROWS = (
     "transforms",
     "rematerialize",
     "schedule",
+    "donation",
+    "inspection",
     "compile",
     "optim",
     "train",
