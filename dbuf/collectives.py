@@ -9,20 +9,21 @@ sees the native collectives.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
-from dbuf.compat import annotate
+from dbuf.compat import allow_in_graph, annotate
 from dbuf.plan.route import ZEROS, Steps, transpose
 
 __all__ = ["GATHER_MARK", "is_collective", "move"]
 
 GATHER_MARK = "dbuf_gather_again"
-_ops = torch.ops._c10d_functional
+_ops: Any = torch.ops._c10d_functional
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def move(
     x: torch.Tensor,
     steps: Steps,
@@ -50,14 +51,14 @@ def move(
     """
     if not steps:
         return x if wire is None else x.to(wire)
-    return _Move.apply(x, steps, wire, back, again)  # type: ignore[no-any-return, no-untyped-call]
+    return cast(torch.Tensor, _Move.apply(x, steps, wire, back, again))  # type: ignore[no-untyped-call]
 
 
 class _Move(torch.autograd.Function):
     """A linear map and its transpose."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         x: torch.Tensor, steps: Steps, wire: torch.dtype | None, back: torch.dtype | None, again: bool
     ) -> torch.Tensor:
         if not again:
@@ -71,18 +72,16 @@ class _Move(torch.autograd.Function):
         ctx.dtype = x.dtype
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
         x_bar = move(cotangent, transpose(ctx.steps), ctx.back, ctx.wire).to(ctx.dtype)
         return x_bar, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
         return move(tangent, ctx.steps, ctx.wire, ctx.back)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any
-    ) -> tuple[torch.Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         # Without this rule vmap hands the collectives memory that nothing initialised, and no error.
         rows = x.movedim(in_dims[0], 0).unbind(0)
         return torch.stack([move(row, *rest) for row in rows]), 0
@@ -108,11 +107,11 @@ def _all_gather(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", n, group)  # type: ignore[no-any-return]
+    return cast(torch.Tensor, _ops.reduce_scatter_tensor(x.contiguous(), "sum", n, group))
 
 
 def _all_reduce(x: torch.Tensor, n: int, group: str) -> torch.Tensor:
-    return _ops.all_reduce(x.contiguous(), "sum", group)  # type: ignore[no-any-return]
+    return cast(torch.Tensor, _ops.all_reduce(x.contiguous(), "sum", group))
 
 
 def _all_to_all(x: torch.Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: str) -> torch.Tensor:
@@ -123,22 +122,22 @@ def _broadcast(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
     return _on_bytes(x, lambda y: _ops.broadcast(y.contiguous(), source, group))
 
 
-def _on_bytes(x: torch.Tensor, op: Any) -> torch.Tensor:
-    """gloo does not know float8, but moving it is moving bytes."""
+def _on_bytes(x: torch.Tensor, op: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Gloo does not know float8, but moving it is moving bytes."""
     if x.dtype.itemsize != 1 or x.dtype in (torch.uint8, torch.int8):
-        return op(x)  # type: ignore[no-any-return]
-    return _ops.wait_tensor(op(x.view(torch.uint8))).view(x.dtype)  # type: ignore[no-any-return]
+        return op(x)
+    return cast(torch.Tensor, _ops.wait_tensor(op(x.view(torch.uint8))).view(x.dtype))
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
-    return _ops.wait_tensor(x)  # type: ignore[no-any-return]
+    return cast(torch.Tensor, _ops.wait_tensor(x))
 
 
 def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor
 
 
-_EXECUTE = {
+_EXECUTE: dict[str, Callable[..., torch.Tensor]] = {
     "rearrange": _rearrange,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL  # noqa: F401  optree 0.14-0.20: no public name
+from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,17 +25,19 @@ from torch.utils._pytree import GetAttrKey, TreeSpec
 
 __all__ = [
     "OPTREE_GLOBAL",
+    "BackendFailed",
     "FakeTensor",
     "FakeTensorMode",
     "GetAttrKey",
     "TreeSpec",
-    "BackendFailed",
+    "allow_in_graph",
     "annotate",
     "compile_inductor",
+    "compile_program",
     "flatten_mesh",
     "graph_breaks",
-    "inside_func_transform",
     "inductor_graph_pass",
+    "inside_func_transform",
     "node_is_backward",
     "node_is_recomputed",
     "node_mark",
@@ -43,6 +45,8 @@ __all__ = [
     "trace_autograd",
 ]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
@@ -62,7 +66,7 @@ def register_constant(cls: type[_T], members: tuple[str, ...]) -> type[_T]:
 
 def trace_autograd() -> contextlib.AbstractContextManager[None]:
     """While it is open, Dynamo traces `torch.autograd.grad` into the graph (2.13: off, and not patchable inside)."""
-    return dynamo_config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return, attr-defined]
+    return dynamo_config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -71,7 +75,7 @@ def _compiler_settings(graph_pass: Callable[[torch.fx.Graph], None] | None) -> I
     # (2.13, 2.14). Ours, run before Inductor's post-grad passes, does it for any number, so torch's is off.
     with (
         functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
-        inductor_config.patch(post_grad_custom_pre_pass=graph_pass),  # type: ignore[attr-defined]
+        inductor_config.patch(post_grad_custom_pre_pass=graph_pass),
     ):
         yield
 
@@ -86,7 +90,7 @@ def compile_inductor(
     from torch._inductor.compile_fx import compile_fx  # late: half a second, and only compilation needs it
 
     with _compiler_settings(graph_pass):
-        return compile_fx(gm, inputs, config_patches=dict(options))  # type: ignore[no-any-return]
+        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(options)))
 
 
 def inductor_graph_pass(run: Callable[[torch.fx.Graph], None], files: tuple[str, ...]) -> Any:
@@ -106,6 +110,19 @@ def inductor_graph_pass(run: Callable[[torch.fx.Graph], None], files: tuple[str,
 def inside_func_transform() -> bool:
     """Whether a `torch.func` transform (grad, vjp, vmap) is running around the caller."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def compile_program(fn: Callable[..., _R], *, dynamic: bool | None, backend: Callable[..., Any]) -> Callable[..., _R]:
+    """`torch.compile(fullgraph=True)` with a cache and a recompile limit of its own (2.13: absent from the stubs)."""
+    return cast(
+        Callable[..., _R],
+        torch.compile(fn, fullgraph=True, dynamic=dynamic, backend=backend, isolate_recompiles=True),  # type: ignore[call-overload]
+    )
+
+
+def allow_in_graph(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.allow_in_graph`, which is untyped: Dynamo puts calls of `fn` into its graph whole."""
+    return cast(Callable[_P, _R], torch.compiler.allow_in_graph(fn))  # type: ignore[no-untyped-call]
 
 
 def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:

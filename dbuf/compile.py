@@ -118,6 +118,7 @@ class Jitted(Generic[P, R]):
         return sum(program.compiles for program in self._programs.values())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the program for these arguments, compiling it first when their structure or specs are new."""
         if _disabled.get():
             return self.fn(*args, **kwargs)
         program = self._program(args, kwargs)
@@ -180,11 +181,9 @@ class _Program:
         self.run = self._compile(self._backend)
 
     def _compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        # isolate_recompiles: each program has a cache and a limit of its own, so that other specs neither count
+        # Each program has a cache and a limit of its own, so that other specs neither count
         # towards the limit nor make the sizes of this one's buffers dynamic.
-        return torch.compile(
-            self._program, fullgraph=True, dynamic=self._dynamic, backend=backend, isolate_recompiles=True
-        )
+        return compat.compile_program(self._program, dynamic=self._dynamic, backend=backend)
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiles += 1

@@ -23,8 +23,9 @@ from dbuf.placement import (
     describe,
     normalize,
 )
+from dbuf.plan.choice import check_fits, plan_layout
 from dbuf.plan.route import WAIT
-from dbuf.spec import BufferSpec, check_fits, plan_layout
+from dbuf.spec import BufferSpec
 
 __all__ = ["check", "shard"]
 
@@ -213,4 +214,3 @@ def _refuse_difference(first: list[str], theirs: list[str], rank: int, where: st
             fix="build the buffers from the same model code and the same arguments on every rank",
         )
     )
-

@@ -49,9 +49,7 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
         DbufError: A number is out of range or given twice, or donated tensors share memory.
     """
     parts = list(out) if isinstance(out, tuple | list) else [out]
-    if sorted(set(donate_argnums)) != sorted(donate_argnums) or any(
-        not 0 <= i < len(args) for i in donate_argnums
-    ):
+    if sorted(set(donate_argnums)) != sorted(donate_argnums) or any(not 0 <= i < len(args) for i in donate_argnums):
         _refuse(
             "no such arguments to donate.",
             got=f"donate_argnums={donate_argnums} of {len(args)} positional arguments",

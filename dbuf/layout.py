@@ -279,11 +279,7 @@ class GlobalLayout:
             tensor, into = order[position], cut - offsets[position]
             unit = self._unit(tensor, placement)
             if into < self.tensor_numels[tensor] and into % unit:
-                rule = (
-                    "keeps it whole"
-                    if isinstance(placement, TensorAtomic)
-                    else f"cuts at multiples of {unit}"
-                )
+                rule = "keeps it whole" if isinstance(placement, TensorAtomic) else f"cuts at multiples of {unit}"
                 shape = self.tensor_shapes[tensor]
                 where = f"the cut at {cut} splits tensor {tensor} of shape {shape} after {into} elements"
                 return f"{where}; {describe(placement)} {rule}"
@@ -329,8 +325,7 @@ class GlobalLayout:
             if end > limit:
                 _refuse(
                     "GlobalLayout",
-                    f"tensor {tensor} "
-                    + ("leaves the buffer." if last else f"overlaps tensor {order[position + 1]}."),
+                    f"tensor {tensor} " + ("leaves the buffer." if last else f"overlaps tensor {order[position + 1]}."),
                     got=f"tensor {tensor} of shape {self.tensor_shapes[tensor]} in [{offset}, {end})",
                     need=f"an end of at most {limit}",
                     fix=f"size={end}" if last else f"offset {end} for tensor {order[position + 1]}",

@@ -7,6 +7,7 @@ ranks might reach.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dbuf.compat import flatten_mesh
+from dbuf.compat import flatten_mesh, register_constant
 from dbuf.errors import PlacementError, explain
 
-__all__ = ["DeviceMesh", "axis_group", "gather_objects", "init_mesh", "prepare", "shape_of", "suffix_group"]
+__all__ = [
+    "DeviceMesh",
+    "MeshSum",
+    "axis_group",
+    "gather_objects",
+    "init_mesh",
+    "prepare",
+    "shape_of",
+    "suffix_group",
+    "sum_over",
+]
 
 
 def init_mesh(
@@ -68,7 +79,8 @@ def _start_world(device: str) -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def _fill_shape(names: tuple[str, ...], shape: Sequence[int] | None, world: int) -> tuple[int, ...]:
@@ -148,3 +160,60 @@ def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
     out: list[Any] = [None] * mesh.size()
     dist.all_gather_object(out, value, group=group)
     return out
+
+
+def sum_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[Any, ...], ...]:
+    """Steps that sum a tensor over mesh axes, innermost first; axes of size 1 cost nothing."""
+    steps: list[tuple[Any, ...]] = []
+    for axis in reversed(axes):
+        if mesh.shape[axis] > 1:
+            steps += [("all_reduce", mesh.shape[axis], axis_group(mesh, axis)), ("wait",)]
+    return tuple(steps)
+
+
+class MeshSum:
+    """A sum over some axes of a mesh, as a constant.
+
+    Args:
+        mesh: The mesh.
+        axes: A name or index, or several; None for all axes.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: int | str | tuple[int | str, ...] | None) -> None:
+        names = mesh.mesh_dim_names or ()
+        listed = range(mesh.ndim) if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+        unknown = [a for a in listed if a not in names and a not in range(mesh.ndim)]
+        if unknown:
+            raise PlacementError(
+                explain(
+                    "dbuf.psum",
+                    "no such mesh axis.",
+                    got=f"{unknown}",
+                    need=f"names or indices of axes {names}",
+                    fix=f"axes={names[:1]}",
+                )
+            )
+        self.mesh = mesh
+        self.axes = tuple(sorted({names.index(a) if isinstance(a, str) else a for a in listed}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshSum) and self.axes == other.axes and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.axes))
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """A name for generated code, bound to this object itself."""
+        name = f"dbuf_sum_{hash(self) & 0xFFFFFFFFFFFF:x}"
+        return name, {name: self}
+
+    def num_ranks(self) -> int:
+        """Ranks that the sum runs over."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def steps(self) -> tuple[tuple[Any, ...], ...]:
+        """The steps, innermost axis first."""
+        return sum_over(self.mesh, self.axes)
+
+
+register_constant(MeshSum, ("num_ranks", "steps", "__eq__", "__hash__"))

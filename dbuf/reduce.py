@@ -10,9 +10,9 @@ from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers
 from dbuf.collectives import move
 from dbuf.errors import PlacementError, TreeError, explain
-from dbuf.mesh import DeviceMesh
+from dbuf.mesh import DeviceMesh, MeshSum
 from dbuf.plan.route import Steps
-from dbuf.spec import MeshSum, refuse_partial
+from dbuf.spec import refuse_partial
 
 __all__ = ["all_finite", "global_norm", "norms", "pmean", "psum", "vdot"]
 
@@ -81,9 +81,7 @@ def norms(buf: DBuffer) -> Any:
     sizes = spec.split_sizes()
     parts = buf.local.split_with_sizes(sizes) if len(sizes) > 1 else (buf.local,)
     zero = buf.local.new_zeros((), dtype=_wide(buf.local.dtype))
-    squares = [
-        _square_sum(parts[part], parts[part]) if part >= 0 else zero for part in spec.part_of_tensor()
-    ]
+    squares = [_square_sum(parts[part], parts[part]) if part >= 0 else zero for part in spec.part_of_tensor()]
     if not squares:
         return trees.fill([], spec.treespec(), spec.present())
     total = move(torch.stack(squares), spec.sum_over_shards())

@@ -8,10 +8,11 @@ the pass in `dbuf.schedule` repeats what is marked in front of its first use in 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -27,9 +28,7 @@ Function = Callable[..., Any]
 _inside_remat = contextvars.ContextVar("inside a function that remat will run again", default=False)
 
 
-def gathered(
-    fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
-) -> Function:
+def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None) -> Function:
     """`fn` of full tensors as a function of buffers, whose weights are gathered here and again in the backward.
 
     Args:
@@ -81,7 +80,8 @@ def _keeps_weights(bufs: Any) -> bool:
     return sharded and not _under_func("gathered")
 
 
-class _Note(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Note:
     """In place of a view of a gathered weight: which buffer, and how to make the view again."""
 
     index: int
@@ -112,7 +112,7 @@ class _Notes:
         if index is None:
             return saved
         self._packed[index] += 1
-        return _Note(index, tuple(saved.shape), tuple(saved.stride()), saved.storage_offset())
+        return _Note(index, tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset()))
 
     def unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
         """The view, from a weight gathered again: once a buffer, and dropped after its last use."""
@@ -132,7 +132,7 @@ class _Notes:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def remat(fn: Function) -> Function:
@@ -189,7 +189,7 @@ def _marked(run: Function) -> Function:
 
 
 def _keep_random_draws() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

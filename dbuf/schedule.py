@@ -65,9 +65,7 @@ def _keeps_values(node: Node) -> bool:
     """Whether a node only looks at its input otherwise: a view, one output of several, or a cast."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target.is_view or node.target in (
+    return bool(getattr(node.target, "is_view", False)) or node.target in (
         torch.ops.prims.convert_element_type.default,
         torch.ops.aten._to_copy.default,
     )

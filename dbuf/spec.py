@@ -18,26 +18,23 @@ from dbuf.errors import LayoutError, PlacementError, TreeError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import (
-    BlockAtomic,
     Partial,
     Placement,
     Placements,
     Replicate,
     ShardLayout,
-    TensorAtomic,
     describe,
     dual_placements,
     is_sharded,
     normalize,
     num_sharded,
-    shard_placement,
 )
-from dbuf.plan import plan_row_atomic
+from dbuf.plan.choice import check_fits, plan_layout
 from dbuf.plan.route import Steps, plan_route
 from dbuf.plan.selection import merge_steps, select_layout, selection_steps
 from dbuf.tree import Structure
 
-__all__ = ["BufferSpec", "MeshSum", "check_fits", "plan_layout", "refuse_partial", "refuse_structure"]
+__all__ = ["BufferSpec", "refuse_partial", "refuse_structure"]
 
 Shape = tuple[int, ...]
 
@@ -73,9 +70,7 @@ class BufferSpec:
         return self._hash
 
     def __repr__(self) -> str:
-        axes = ", ".join(
-            f"{n}={s}" for n, s in zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False)
-        )
+        axes = ", ".join(f"{n}={s}" for n, s in zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
         return (
             f"BufferSpec({describe(self.placements)} on ({axes}), {len(self.tree.paths)} tensors, "
             f"{self.layout.size} elements in {self.layout.dp_size} segments)"
@@ -160,7 +155,7 @@ class BufferSpec:
     # -- the tree --------------------------------------------------------------------------------------------
 
     def treespec(self) -> Any:
-        """torch's spec of the containers."""
+        """Torch's spec of the containers."""
         return self.tree.spec
 
     def present(self) -> tuple[bool, ...]:
@@ -210,7 +205,7 @@ class BufferSpec:
     def sum_over_shards(self) -> Steps:
         """Steps that sum a tensor over the sharded axes, each replica for itself."""
         first = len(self.placements) - num_sharded(self.placements)
-        return sum_over(self.mesh, tuple(range(first, len(self.placements))))
+        return meshes.sum_over(self.mesh, tuple(range(first, len(self.placements))))
 
     def has_partial(self) -> bool:
         """Whether the numbers are contributions to a reduction rather than values."""
@@ -293,15 +288,6 @@ def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     return step
 
 
-def sum_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> Steps:
-    """Steps that sum a tensor over mesh axes, innermost first; axes of size 1 cost nothing."""
-    steps: list[tuple[Any, ...]] = []
-    for axis in reversed(axes):
-        if mesh.shape[axis] > 1:
-            steps += [("all_reduce", mesh.shape[axis], meshes.axis_group(mesh, axis)), ("wait",)]
-    return tuple(steps)
-
-
 def _none_of(shape: Shape) -> Shape:
     return (0, *shape[1:])
 
@@ -310,69 +296,6 @@ def _rows_of(shape: Shape, numel: int) -> Shape:
     if not shape:
         return ()
     return (numel // math.prod(shape[1:]), *shape[1:])
-
-
-def plan_layout(
-    shapes: tuple[tuple[int, ...], ...],
-    placements: Placements,
-    layout: ShardLayout | GlobalLayout,
-    dp_size: int,
-    align: int,
-    where: str,
-) -> GlobalLayout:
-    """The layout asked for: a planner's, checked against the shapes, or a new one for the kind of shard.
-
-    Raises:
-        LayoutError: A planned layout is for other shapes, or `TensorAtomic` came without one.
-    """
-    kind = shard_placement(placements)
-    if isinstance(layout, GlobalLayout):
-        if layout.tensor_shapes != shapes:
-            raise LayoutError(
-                explain(
-                    where,
-                    "the layout was planned for other tensors.",
-                    got=f"shapes {layout.tensor_shapes}",
-                    need=f"shapes {shapes}",
-                    fix="plan the layout from these tensors' shapes, in the tree's order",
-                )
-            )
-        return layout
-    if isinstance(kind, TensorAtomic):
-        raise LayoutError(
-            explain(
-                where,
-                "TensorAtomic does not say who owns which tensor.",
-                got=f"placements {describe(placements)} with layout={layout!r}",
-                need="a layout with an owner for each tensor",
-                fix="layout=dbuf.plan_tensor_atomic(shapes, dp_size, tensor_owners=...)",
-            )
-        )
-    block_size = kind.block_size if isinstance(kind, BlockAtomic) else 1
-    return plan_row_atomic(shapes, dp_size, block_size=block_size, shard_layout=ShardLayout(layout), align=align)
-
-
-def check_fits(layout: GlobalLayout, placements: Placements, mesh_shape: Shape, where: str) -> None:
-    """Refuse placements that this layout cannot be cut by.
-
-    Raises:
-        LayoutError: The cut is finer than planned, or splits what the placement keeps whole.
-    """
-    layout.local_range(placements, mesh_shape, (0,) * len(mesh_shape))
-    kind = shard_placement(placements)
-    if kind is None:
-        return
-    violation = layout.first_violation(kind)
-    if violation is not None:
-        raise LayoutError(
-            explain(
-                where,
-                f"the layout does not fit {kind!r}.",
-                got=violation,
-                need=f"a layout whose cuts respect {kind!r}",
-                fix="layout=ShardLayout.PADDED, or a GlobalLayout from a planner, to move to one that fits",
-            )
-        )
 
 
 def _refuse_other_tensors(spec: BufferSpec, layout: GlobalLayout, where: str) -> NoReturn:
@@ -399,9 +322,7 @@ def _refuse_other_reduction(spec: BufferSpec, axis: int, target: Placements, whe
     )
 
 
-def _refuse_other_rows(
-    source: BufferSpec, target: BufferSpec, function: str, where: str, rows: list[str]
-) -> NoReturn:
+def _refuse_other_rows(source: BufferSpec, target: BufferSpec, function: str, where: str, rows: list[str]) -> NoReturn:
     names = ", ".join(f"dbuf.{row}" for row in rows)
     raise PlacementError(
         explain(
@@ -431,56 +352,16 @@ def refuse_partial(spec: BufferSpec, where: str) -> None:
 def refuse_structure(got: str, need: str, where: str) -> NoReturn:
     """Raise `TreeError` for tensors that do not match a buffer's tree or local shapes."""
     raise TreeError(
-        explain(where, "the tensors do not match the buffer.", got=got, need=need, fix="start from dbuf.unpack(buf)")
+        explain(
+            where,
+            "the tensors do not match the buffer.",
+            got=got,
+            need=need,
+            fix="start from dbuf.unpack(buf)",
+        )
     )
 
 
-class MeshSum:
-    """A sum over some axes of a mesh, as a constant.
-
-    Args:
-        mesh: The mesh.
-        axes: A name or index, or several; None for all axes.
-    """
-
-    def __init__(self, mesh: DeviceMesh, axes: int | str | tuple[int | str, ...] | None) -> None:
-        names = mesh.mesh_dim_names or ()
-        listed = range(mesh.ndim) if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
-        unknown = [a for a in listed if a not in names and a not in range(mesh.ndim)]
-        if unknown:
-            raise PlacementError(
-                explain(
-                    "dbuf.psum",
-                    "no such mesh axis.",
-                    got=f"{unknown}",
-                    need=f"names or indices of axes {names}",
-                    fix=f"axes={names[:1]}",
-                )
-            )
-        self.mesh = mesh
-        self.axes = tuple(sorted({names.index(a) if isinstance(a, str) else a for a in listed}))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshSum) and self.axes == other.axes and self.mesh == other.mesh
-
-    def __hash__(self) -> int:
-        return hash((self.mesh, self.axes))
-
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """A name for generated code, bound to this object itself."""
-        name = f"dbuf_sum_{hash(self) & 0xFFFFFFFFFFFF:x}"
-        return name, {name: self}
-
-    def num_ranks(self) -> int:
-        """Ranks that the sum runs over."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    def steps(self) -> Steps:
-        """The steps, innermost axis first."""
-        return sum_over(self.mesh, self.axes)
-
-
-register_constant(MeshSum, ("num_ranks", "steps", "__eq__", "__hash__"))
 register_constant(
     BufferSpec,
     (

@@ -17,7 +17,7 @@ from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer
 from dbuf.compat import inside_func_transform
 from dbuf.errors import DbufError, TreeError, explain
-from dbuf.spec import MeshSum
+from dbuf.mesh import MeshSum
 
 __all__ = ["grad", "value_and_grad"]
 

@@ -191,12 +191,12 @@ def register_node(
     def children(node: Any) -> tuple[Any, ...]:
         return tuple(getattr(node, field) for field in fields)
 
-    def keyed(node: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
+    def keyed(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
         return [(GetAttrKey(field), getattr(node, field)) for field in fields], get_static(node)
 
     _pytree.register_pytree_node(
         cls,
-        lambda node: (children(node), get_static(node)),
+        lambda node: (list(children(node)), get_static(node)),
         lambda kids, static: build(static, tuple(kids)),
         flatten_with_keys_fn=keyed,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",

@@ -27,7 +27,18 @@ from typing import Any, NamedTuple, TypeAlias
 from dbuf.layout import GlobalLayout
 from dbuf.placement import Partial, Placement, Placements, is_sharded, num_sharded, shard_placement
 
-__all__ = ["TRANSITIONS", "WAIT", "Hop", "Row", "Steps", "coalesce", "plan_route", "rearrange", "split", "transpose"]
+__all__ = [
+    "TRANSITIONS",
+    "WAIT",
+    "Hop",
+    "Row",
+    "Steps",
+    "coalesce",
+    "plan_route",
+    "rearrange",
+    "split",
+    "transpose",
+]
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
 Pieces: TypeAlias = tuple[tuple[int, int], ...]
@@ -228,9 +239,7 @@ def _is_avg(placement: Placement) -> bool:
     return isinstance(placement, Partial) and placement.reduce_op == "avg"
 
 
-def _gather_what_cannot_move(
-    stage: _Stage, target: Placements, target_layout: GlobalLayout, hops: list[Hop]
-) -> _Stage:
+def _gather_what_cannot_move(stage: _Stage, target: Placements, target_layout: GlobalLayout, hops: list[Hop]) -> _Stage:
     """Gather axes that the target's layout cannot be cut over, so that the exchange finds equal sharding."""
     have, want = num_sharded(stage.placements), num_sharded(target)
     ranks = math.prod(stage.mesh_shape[len(stage.mesh_shape) - have :])
@@ -324,9 +333,7 @@ def coalesce(pieces: Sequence[tuple[int, int]]) -> Pieces:
     for start, numel in pieces:
         if not numel:
             continue
-        if out and (
-            start == ZEROS == out[-1][0] or (start >= 0 and out[-1][0] >= 0 and sum(out[-1]) == start)
-        ):
+        if out and (start == ZEROS == out[-1][0] or (start >= 0 and out[-1][0] >= 0 and sum(out[-1]) == start)):
             out[-1] = (out[-1][0], out[-1][1] + numel)
         else:
             out.append((start, numel))

@@ -79,9 +79,7 @@ def plan_row_atomic(
     return GlobalLayout(checked, tuple(offsets), size, tuple(cuts), align)
 
 
-def _plan_padded(
-    numels: list[int], units: list[int], dp_size: int, align: int
-) -> tuple[list[int], int, list[int]]:
+def _plan_padded(numels: list[int], units: list[int], dp_size: int, align: int) -> tuple[list[int], int, list[int]]:
     """Offsets, size and equal cuts. `units[t]` is the number of elements that stay together in tensor `t`."""
     # Tensors without elements have no say: a unit of 0 would make the least common multiple 0.
     chunk = math.lcm(*(unit for numel, unit in zip(numels, units, strict=True) if numel))
@@ -96,9 +94,7 @@ def _plan_padded(
     return offsets, segment * dp_size, [segment * k for k in range(dp_size)]
 
 
-def _place_regulars(
-    regulars: list[int], numels: list[int], chunk: int, offsets: list[int]
-) -> list[tuple[int, int]]:
+def _place_regulars(regulars: list[int], numels: list[int], chunk: int, offsets: list[int]) -> list[tuple[int, int]]:
     """Fill in the offsets of the regular tensors; return the gaps, and last the tail, as (start, stop).
 
     A tensor that ends `gap` elements before a boundary is followed by the first later one whose own

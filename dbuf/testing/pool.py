@@ -113,9 +113,7 @@ class Pool:
                 self._grow(world_size)
                 self._regroup(world_size)
                 answers = self._run_case(payload, world_size, timeout_s)
-            except (
-                BaseException
-            ):  # a rank hangs or died, or the caller was interrupted: start afresh next time
+            except BaseException:  # a rank hangs or died, or the caller was interrupted: start afresh next time
                 self._kill()
                 raise
         failures = {rank: a.payload.decode() for rank, a in enumerate(answers) if not a.ok}
@@ -223,9 +221,7 @@ def _collect(workers: Sequence[Worker], timeout_s: float, what: str) -> list[Ans
 def _error(what: str, timeout_s: float, failures: dict[int, str], stacks: dict[int, str]) -> WorkerError:
     silent = ", ".join(map(str, sorted(stacks)))
     if not failures:
-        return WorkerTimeout(
-            f"dbuf.testing: {what}: rank {silent} still running after {timeout_s:g} s.", {}, stacks
-        )
+        return WorkerTimeout(f"dbuf.testing: {what}: rank {silent} still running after {timeout_s:g} s.", {}, stacks)
     headline = f"dbuf.testing: {what}: rank {', '.join(map(str, sorted(failures)))} failed"
     headline += f", rank {silent} did not answer within {_GRACE_S:g} s of it." if stacks else "."
     return WorkerError(headline, failures, stacks)

@@ -64,17 +64,14 @@ class WorkerError(RuntimeError):
         unanswered: Rank -> stacks of a worker that was still running and was killed.
     """
 
-    def __init__(
-        self, headline: str, failures: Mapping[int, str], unanswered: Mapping[int, str] | None = None
-    ) -> None:
+    def __init__(self, headline: str, failures: Mapping[int, str], unanswered: Mapping[int, str] | None = None) -> None:
         """Compose the message from every failing and every silent rank."""
         self.failures = dict(failures)
         self.unanswered = dict(unanswered or {})
         parts = [headline]
         parts += [_section(f"rank {rank} failed", text) for rank, text in sorted(self.failures.items())]
         parts += [
-            _section(f"rank {rank} did not answer, it was here", text)
-            for rank, text in sorted(self.unanswered.items())
+            _section(f"rank {rank} did not answer, it was here", text) for rank, text in sorted(self.unanswered.items())
         ]
         super().__init__("\n".join(parts))
 

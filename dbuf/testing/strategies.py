@@ -77,9 +77,7 @@ def mesh_shapes(*, max_size: int = 4, max_ndim: int = 3) -> SearchStrategy[Shape
     return result
 
 
-def placements(
-    mesh_ndim: int, *, partial: bool = False, max_block_size: int = 3
-) -> SearchStrategy[Placements]:
+def placements(mesh_ndim: int, *, partial: bool = False, max_block_size: int = 3) -> SearchStrategy[Placements]:
     """Legal tuples of placements: the sharded axes are a suffix and carry one and the same placement.
 
     Args:
@@ -105,9 +103,7 @@ def placements(
 def _tensors(dtype: torch.dtype) -> SearchStrategy[torch.Tensor]:
     st = _strategies()
     result: SearchStrategy[torch.Tensor] = st.builds(
-        lambda shape, seed: torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(
-            dtype
-        ),
+        lambda shape, seed: torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
         shapes(),
         st.integers(0, 2**31 - 1),
     )
@@ -118,9 +114,7 @@ def _containers(children: SearchStrategy[object]) -> SearchStrategy[object]:
     st = _strategies()
     few = st.lists(children, max_size=3)
     keys = st.sampled_from(["w", "b", "scale", "a.b", "0"])
-    result: SearchStrategy[object] = st.one_of(
-        few, few.map(tuple), st.dictionaries(keys, children, max_size=3)
-    )
+    result: SearchStrategy[object] = st.one_of(few, few.map(tuple), st.dictionaries(keys, children, max_size=3))
     return result
 
 

@@ -34,9 +34,7 @@ def main(connection_fd: int, stack_path: str) -> None:
     stacks = open(stack_path, "wb", buffering=0)  # open as long as the process lives
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(
-        target=_watch_parent, args=(connection_fd, os.getppid(), stack_path), daemon=True
-    ).start()
+    threading.Thread(target=_watch_parent, args=(connection_fd, os.getppid(), stack_path), daemon=True).start()
     torch.set_num_threads(1)
     load_cloudpickle()
     gc.collect()
@@ -55,9 +53,7 @@ def _watch_parent(connection_fd: int, parent: int, stack_path: str) -> None:
     poller.register(connection_fd, 0)  # a hang-up is reported without being asked for
     while not poller.poll(_PARENT_POLL_MS) and os.getppid() == parent:
         pass
-    shutil.rmtree(
-        os.path.dirname(stack_path), ignore_errors=True
-    )  # the pool's folder: nobody else is left to
+    shutil.rmtree(os.path.dirname(stack_path), ignore_errors=True)  # the pool's folder: nobody else is left to
     os._exit(1)
 
 
@@ -99,9 +95,7 @@ def _enter(case: Case) -> None:
     random.seed(0)
     torch.manual_seed(0)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo", init_method=f"file://{case.store}", world_size=case.world_size, rank=case.rank
-        )
+        dist.init_process_group("gloo", init_method=f"file://{case.store}", world_size=case.world_size, rank=case.rank)
 
 
 def _leave(message: Leave) -> Answer:
