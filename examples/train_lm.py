@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _report import Progress, fail, plot_losses, print_sample, run_until_interrupted
 
-import dbuf
+import dbuf.optim
 
 STEPS, BATCH, CONTEXT = 800, 8, 128  # BATCH windows a step, over all processes together
 WIDTH, LAYERS, HEADS = 192, 4, 4
@@ -245,13 +245,13 @@ def train(args: argparse.Namespace, text: bytes) -> None:
             run.step_s.append(time.perf_counter() - start_s)
             progress.update(run.losses[-1], run.tokens_per_s(batch_tokens))
     progress.close()
-    seen = dbuf.inspect(step, params, state, data.batch_at(args.steps))
+    train_s = time.perf_counter() - started_s
+    seen = None if args.eager else dbuf.inspect(step, params, state, data.batch_at(0))
 
     whole = {name: dbuf.unpack(dbuf.allgather(buf)) for name, buf in params.items()}
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
-        train_s = time.perf_counter() - started_s
         prompt = data.heldout[: args.context // 2]
         print_sample(prompt, sample(args, whole, prompt.to(device)))
         args.out.mkdir(parents=True, exist_ok=True)
@@ -263,9 +263,9 @@ def train(args: argparse.Namespace, text: bytes) -> None:
             "first_heldout": round(run.heldout[0][1], 4),
             "steps": args.steps,
             "tokens_per_s": round(run.tokens_per_s(batch_tokens)),
-            "collectives": seen.collectives,
-            "graph_breaks": seen.graph_breaks,
-            "compiles": seen.compiles,
+            "collectives": seen and seen.collectives,
+            "graph_breaks": seen and seen.graph_breaks,
+            "compiles": seen and seen.compiles,
             "ranks": ranks,
             "parameters": size,
             "train_s": round(train_s, 1),
