@@ -260,23 +260,27 @@ class BufferSpec:
         Raises:
             PlacementError: The way holds a row of another name.
         """
-        return _bound_route(self, target, function, where)
+        # What is cached knows no group: a mesh made in a new world equals the old one and has other groups.
+        steps = _planned_steps(self, target, self.coordinate, function, where)
+        return tuple(_bind(step, self.mesh) for step in steps)
 
 
 @lru_cache(maxsize=4096)
-def _bound_route(source: BufferSpec, target: BufferSpec, function: str, where: str) -> Steps:
+def _planned_steps(
+    source: BufferSpec, target: BufferSpec, coordinate: tuple[int, ...], function: str, where: str
+) -> Steps:
     hops = plan_route(
         source.placements,
         source.layout,
         target.placements,
         target.layout,
         meshes.shape_of(source.mesh),
-        source.coordinate,
+        coordinate,
     )
     others = [hop for hop in hops if hop.row.function != function]
     if function != "redistribute" and others:
         _refuse_other_rows(source, target, function, where, sorted({hop.row.function for hop in others}))
-    return tuple(_bind(step, source.mesh) for hop in hops for step in hop.steps)
+    return tuple(step for hop in hops for step in hop.steps)
 
 
 def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
