@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from dbuf.compat import allow_in_graph, annotate
-from dbuf.plan.route import ZEROS, Steps, transpose
+from dbuf.plan.route import WAIT, ZEROS, Steps, transpose
 
 __all__ = ["GATHER_MARK", "is_collective", "move"]
 
@@ -83,8 +83,14 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         # Without this rule vmap hands the collectives memory that nothing initialised, and no error.
-        rows = x.movedim(in_dims[0], 0).unbind(0)
-        return torch.stack([move(row, *rest) for row in rows]), 0
+        rows = [move(row, *rest) for row in x.movedim(in_dims[0], 0).unbind(0)]
+        # Stacking reads the rows, so what has started cannot be left to a later wait.
+        return torch.stack([move(row, (WAIT,)) for row in rows] if _has_started(rest[0]) else rows), 0
+
+
+def _has_started(steps: Steps) -> bool:
+    """Whether steps end with a collective that nobody has waited for."""
+    return steps[-1][0] not in ("rearrange", "scale", "wait")
 
 
 def _run(x: torch.Tensor, steps: Steps) -> torch.Tensor:
