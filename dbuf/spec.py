@@ -113,7 +113,8 @@ class BufferSpec:
         start, numel = self.local_range
         sizes: list[int] = []
         part_of: list[int] = [-1] * len(self.layout.tensor_shapes)
-        shapes = [_none_of(shape) for shape in self.layout.tensor_shapes]
+        whole = num_sharded(self.placements) == 0  # then a tensor without elements is here too
+        shapes = [shape if whole else (0, *shape[1:]) for shape in self.layout.tensor_shapes]
         cursor = 0
         for tensor, _, piece, place in self.layout.pieces(start, numel):
             if place > cursor:
@@ -290,10 +291,6 @@ def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     if step[0] == "all_to_all":
         return (*step[:-1], meshes.suffix_group(mesh, step[-1]))
     return step
-
-
-def _none_of(shape: Shape) -> Shape:
-    return (0, *shape[1:])
 
 
 def _rows_of(shape: Shape, numel: int) -> Shape:
