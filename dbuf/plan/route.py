@@ -304,7 +304,8 @@ def _overlaps(
     ends = [end for _, end, _ in order]
     for tensor, start_in_tensor, numel, place in a.pieces(*a_range):
         begin = b.tensor_to_offset[tensor] + start_in_tensor
-        for start, end, j in order[bisect_left(ends, begin + 1) :]:
+        for position in range(bisect_left(ends, begin + 1), len(order)):
+            start, end, j = order[position]
             low, high = max(start, begin), min(end, begin + numel)
             if low >= high:
                 break
