@@ -1,5 +1,6 @@
 """dbuf: sharded training state for PyTorch as plain values and pure functions, compiled end to end."""
 
+from dbuf import optim, tree
 from dbuf.buffer import DBuffer, cast, merge, pack, select, shapes, unpack
 from dbuf.compile import Jitted, disable_jit, inspect, jit
 from dbuf.creation import check, shard
@@ -50,6 +51,7 @@ __all__ = [
     "jit",
     "merge",
     "norms",
+    "optim",
     "pack",
     "plan_row_atomic",
     "plan_tensor_atomic",
@@ -61,6 +63,7 @@ __all__ = [
     "select",
     "shapes",
     "shard",
+    "tree",
     "unpack",
     "value_and_grad",
     "vdot",

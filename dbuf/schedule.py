@@ -1,8 +1,9 @@
-"""Passes over the one graph of a compiled step: what to compute again in the backward.
+"""Passes over the one graph of a compiled step: what to compute again in the backward, and how late.
 
 A step that differentiates inside is a single graph, forward then backward, that no partitioner sees. Gathered
 weights and the activations of `remat` would live from their first use to their last. `repeat_in_backward` copies
-what is marked in front of its first use in the backward instead, for any number of backward regions.
+what is marked in front of its first use in the backward instead, for any number of backward regions, and
+`sink_gathers` puts every gather of `gathered` right before the first computation that reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.fx import Graph, Node
 from dbuf.collectives import GATHER_MARK
 from dbuf.compat import node_is_backward, node_is_recomputed, node_mark
 
-__all__ = ["repeat_in_backward"]
+__all__ = ["repeat_in_backward", "sink_gathers"]
 
 
 def repeat_in_backward(graph: Graph) -> int:
@@ -81,3 +82,31 @@ def _needed(node: Node, repeats: set[Node], done: dict[Node, Node], order: dict[
             found.add(source)
             stack.extend(source.all_input_nodes)
     return sorted(found, key=order.__getitem__)
+
+
+def sink_gathers(graph: Graph) -> int:
+    """Move every gather of `gathered`, and the views of it, in front of the first computation that reads it.
+
+    Inductor's pattern passes sort the graph anew and leave nodes that need nothing but inputs, gathers above all,
+    as early as they can stand; each weight would then live from the start of the step.
+
+    Args:
+        graph: A flat graph, changed in place.
+
+    Returns:
+        The number of nodes that are part of a gather.
+    """
+    gathers: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        views = bool(inputs) and _keeps_values(node) and all(source in gathers for source in inputs)
+        if node.op == "call_function" and (node_mark(node, GATHER_MARK) or views):
+            gathers.add(node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    reader: dict[Node, Node] = {}
+    for node in reversed(list(graph.nodes)):
+        if node in gathers and node.users:
+            reader[node] = min((reader.get(user, user) for user in node.users), key=order.__getitem__)
+    for node in sorted(reader, key=order.__getitem__):
+        reader[node].prepend(node)
+    return len(gathers)
