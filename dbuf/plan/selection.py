@@ -22,11 +22,12 @@ def select_layout(layout: GlobalLayout, mask: tuple[bool, ...]) -> GlobalLayout:
         (0, 4)
     """
     kept = [t for t, keep in enumerate(mask) if keep]
-    order = sorted(kept, key=lambda t: layout.tensor_to_offset[t])
-    starts = [layout.tensor_to_offset[t] for t in order]
-    numels = [layout.tensor_numels[t] for t in order]
+    # No cut may be measured from a tensor without elements: its offset means nothing.
+    held = sorted((t for t in kept if layout.tensor_numels[t]), key=layout.tensor_to_offset.__getitem__)
+    starts = [layout.tensor_to_offset[t] for t in held]
+    numels = [layout.tensor_numels[t] for t in held]
     before = [0, *accumulate(numels)]
-    new_offset = dict(zip(order, before, strict=False))
+    new_offset = dict(zip(held, before, strict=False))
 
     def content_before(cut: int) -> int:
         i = bisect_right(starts, cut)
@@ -34,7 +35,7 @@ def select_layout(layout: GlobalLayout, mask: tuple[bool, ...]) -> GlobalLayout:
 
     return GlobalLayout(
         tensor_shapes=tuple(layout.tensor_shapes[t] for t in kept),
-        tensor_to_offset=tuple(new_offset[t] for t in kept),
+        tensor_to_offset=tuple(new_offset.get(t, 0) for t in kept),
         size=before[-1],
         rank_to_offset=tuple(content_before(cut) for cut in layout.rank_to_offset),
         align=layout.align,
