@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 WIDTH = 78
+BOX = {"facecolor": "white", "edgecolor": "tab:orange", "boxstyle": "round,pad=0.2"}
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -96,7 +97,7 @@ def plot_losses(path: Path, train: Sequence[float], heldout: Sequence[tuple[int,
     axes.plot(*zip(*heldout, strict=True), color="tab:orange", marker="o", linewidth=2, label="held-out text")
     axes.axhline(math.log(256), color="gray", linestyle=":", linewidth=1, label="uniform guess, ln 256")
     step, loss = heldout[-1]
-    axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(0, -16), ha="center")
+    axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(0, 14), ha="center", bbox=BOX)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title, ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

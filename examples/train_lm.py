@@ -31,10 +31,10 @@ from _report import Progress, fail, plot_losses, print_sample, run_until_interru
 
 import dbuf.optim
 
-STEPS, BATCH, CONTEXT = 800, 8, 128  # BATCH windows a step, over all processes together
+STEPS, BATCH, CONTEXT = 600, 8, 128  # BATCH windows a step, over all processes together
 WIDTH, LAYERS, HEADS = 192, 4, 4
 LEARNING_RATE, WARMUP, B2, WEIGHT_DECAY = 3e-3, 0.1, 0.95, 0.1  # WARMUP is a fraction of STEPS
-EVALUATIONS, EVALUATION_WINDOWS = 8, 64
+EVALUATIONS, EVALUATION_WINDOWS = 12, 64
 HELDOUT = 0.05  # the last part of the text, never trained on
 SAMPLE_BYTES, TEMPERATURE = 400, 0.8
 MAX_TEXT_BYTES = 10_000_000
@@ -205,9 +205,9 @@ class Run:
     heldout: list[tuple[int, float]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
 
-    def tokens_per_s(self, batch_tokens: int) -> float:
-        """The usual speed: neither compilation nor one slow step counts."""
-        return batch_tokens / statistics.median(self.step_s[-50:])
+    def tokens_per_s(self, batch_tokens: int, last: int = 0) -> float:
+        """The usual speed, of the last steps or of all: neither compilation nor one slow step counts."""
+        return batch_tokens / statistics.median(self.step_s[-last:])
 
 
 def train(args: argparse.Namespace, text: bytes) -> None:
@@ -243,7 +243,7 @@ def train(args: argparse.Namespace, text: bytes) -> None:
             params, state, loss = step(params, state, batch)
             run.losses.append(loss.item())
             run.step_s.append(time.perf_counter() - start_s)
-            progress.update(run.losses[-1], run.tokens_per_s(batch_tokens))
+            progress.update(run.losses[-1], run.tokens_per_s(batch_tokens, last=20))
     progress.close()
     train_s = time.perf_counter() - started_s
     seen = None if args.eager else dbuf.inspect(step, params, state, data.batch_at(0))
@@ -264,6 +264,7 @@ def train(args: argparse.Namespace, text: bytes) -> None:
             "steps": args.steps,
             "tokens_per_s": round(run.tokens_per_s(batch_tokens)),
             "collectives": seen and seen.collectives,
+            "scalar_collectives": seen and seen.scalars,
             "graph_breaks": seen and seen.graph_breaks,
             "compiles": seen and seen.compiles,
             "ranks": ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ KEYS = {
     "steps",
     "tokens_per_s",
     "collectives",
+    "scalar_collectives",
     "graph_breaks",
     "compiles",
     "ranks",
@@ -66,7 +68,7 @@ def _check_run(done: subprocess.CompletedProcess[str], out: Path, ranks: int) ->
 def test_eager_in_one_process(tmp_path: Path) -> None:
     done = _train(*TINY, "--eager", f"--out={tmp_path}")
     _check_run(done, tmp_path, ranks=1)
-    assert len(re.findall("held-out loss", done.stderr)) == 9
+    assert len(re.findall("held-out loss", done.stderr)) == 13
 
 
 @pytest.mark.slow
@@ -77,9 +79,10 @@ def test_compiled_in_one_process_and_by_two(tmp_path: Path) -> None:
     for result in (alone, both):
         assert (result["graph_breaks"], result["compiles"]) == (0, 1)
     assert both["heldout_nats_per_byte"] == pytest.approx(alone["heldout_nats_per_byte"], abs=1e-3)
-    assert alone["collectives"] == {}
+    assert (alone["collectives"], alone["scalar_collectives"]) == ({}, {})
     # Four groups: two blocks and the head are gathered twice; the embedding's backward reads no weight.
-    assert both["collectives"] == {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1}
+    assert both["collectives"] == {"all_gather": 7, "reduce_scatter": 4}
+    assert both["scalar_collectives"] == {"all_reduce": 1}  # the loss, for the report
 
 
 @pytest.mark.slow
@@ -105,15 +108,32 @@ def test_any_number_of_processes(tmp_path: Path) -> None:
         (["--epochs=3"], "train_lm: unrecognized arguments: --epochs=3"),
     ],
 )
-def test_one_line_says_what_is_wrong(args: list[str], line: str, tmp_path: Path) -> None:
+def test_one_line_says_what_is_wrong(
+    args: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_bytes(b"x" * 100)
-    done = _train(*(arg.format(tmp=tmp_path) for arg in args))
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [line.format(tmp=tmp_path)]
-    assert done.stdout == ""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *(arg.format(tmp=tmp_path) for arg in args)])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("train_lm").main()
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err == line.format(tmp=tmp_path) + "\n"
+    assert printed.out == ""
 
 
+def test_a_missing_file_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    done = _train(f"--data={tmp_path}/none.txt")
+    line = f"train_lm: cannot read {tmp_path}/none.txt: No such file or directory\n"
+    assert (done.returncode, done.stderr, done.stdout) == (2, line, "")
+
+
+@pytest.mark.slow
 def test_shortest_text_that_trains(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(165)))
