@@ -6,15 +6,13 @@ private part of torch; `tests/test_compat.py` names each of these and fails when
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._library import opaque_object
@@ -36,7 +34,6 @@ __all__ = [
     "compile_program",
     "flatten_mesh",
     "graph_breaks",
-    "inductor_graph_pass",
     "inside_func_transform",
     "node_is_backward",
     "node_is_recomputed",
@@ -78,42 +75,29 @@ class trace_autograd:
         dynamo_config.trace_autograd_ops = self._before
 
 
-@contextlib.contextmanager
-def _compiler_settings(graph_pass: Callable[[torch.fx.Graph], None] | None) -> Iterator[None]:
-    # torch's own pass that repeats tagged nodes in the backward handles one backward region and no random ops
-    # (2.13, 2.14). Ours, run before Inductor's post-grad passes, does it for any number, so torch's is off.
-    with (
-        functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
-        inductor_config.patch(post_grad_custom_pre_pass=graph_pass),
-    ):
-        yield
-
-
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
     graph_pass: Callable[[torch.fx.Graph], None],
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph by Inductor, with `graph_pass` run on the flat graph of forward and backward."""
-    from torch._inductor.compile_fx import compile_fx  # late: half a second, and only compilation needs it
+    """Compile a Dynamo graph by Inductor, with `graph_pass` run on the flat graph of forward and backward.
 
-    with _compiler_settings(graph_pass):
-        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(options)))
+    The pass runs before Inductor looks into its cache, so it always sees the graph. torch's own pass that repeats
+    tagged nodes in the backward handles one backward region and no random ops (2.13, 2.14); ours takes any number,
+    so torch's is off.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # late: half a second to import
 
+    def inner(graph_module: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        graph_pass(graph_module.graph)
+        graph_module.recompile()
+        return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
-def inductor_graph_pass(run: Callable[[torch.fx.Graph], None], files: tuple[str, ...]) -> Any:
-    """Wrap `run` as a custom pass whose cache key is the content of `files`."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            run(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files(files)
-
-    return Pass()
+    with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
+        return cast(
+            Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(options) or None)
+        )
 
 
 def inside_func_transform() -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -178,37 +177,34 @@ class _Program:
             return write_back(args, fn(*args, **kwargs), donate_argnums)
 
         self._program = program
-        self.run = self._compile(self._backend)
-
-    def _compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        # Each program has a cache and a limit of its own, so that other specs neither count
-        # towards the limit nor make the sizes of this one's buffers dynamic.
-        return compat.compile_program(self._program, dynamic=self._dynamic, backend=backend)
+        self.run = compat.compile_program(program, dynamic=dynamic, backend=self._backend)
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiles += 1
-        return compat.compile_inductor(gm, inputs, self._graph_pass(), self._options)
+        return compat.compile_inductor(gm, inputs, self._schedule, self._options)
 
-    def _graph_pass(self) -> Any:
-        def run(graph: torch.fx.Graph) -> None:
-            schedule.repeat_in_backward(graph)
-            schedule.sink_gathers(graph)
-            self._report = read_graph(graph, self._axis_of_group)
-
-        files = (os.path.abspath(schedule.__file__),)
-        return compat.inductor_graph_pass(run, files)
+    def _schedule(self, graph: torch.fx.Graph) -> None:
+        schedule.repeat_in_backward(graph)
+        schedule.sink_gathers(graph)
+        self._report = read_graph(graph, self._axis_of_group)
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
-        """The report of the last compilation, or of one made for it when that came from Inductor's cache."""
+        """The report of the last compilation, or of one that ends once the graph has been read."""
         if self._report is None:
 
-            def capture(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-                options = {**self._options, "force_disable_caches": True}
-                compat.compile_inductor(gm, inputs, self._graph_pass(), options)
+            def read_only(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+                return compat.compile_inductor(gm, inputs, stop, self._options)
+
+            def stop(graph: torch.fx.Graph) -> None:
+                self._schedule(graph)
                 raise _Captured
 
-            with compat.trace_autograd(), contextlib.suppress(compat.BackendFailed):
-                self._compile(capture)(*args, **kwargs)
+            try:
+                with compat.trace_autograd():
+                    compat.compile_program(self._program, dynamic=self._dynamic, backend=read_only)(*args, **kwargs)
+            except compat.BackendFailed:
+                if self._report is None:
+                    raise
         assert self._report is not None, "the compiler never ran its passes"
         return self._report
 

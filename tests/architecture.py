@@ -131,9 +131,7 @@ def wrong_direction(source: Source, modules: frozenset[str]) -> list[str]:
 def cycles(sources: list[Source]) -> list[str]:
     """Import cycles between files, as chains of names."""
     modules = frozenset(source.name for source in sources)
-    edges = {
-        s.name: sorted({n for _, n in imports(s, modules) if n in modules and n != s.name}) for s in sources
-    }
+    edges = {s.name: sorted({n for _, n in imports(s, modules) if n in modules and n != s.name}) for s in sources}
     found: list[str] = []
     done: set[str] = set()
 
@@ -256,13 +254,7 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 def not_annotated(source: Source) -> list[str]:
     """Parameters and returns without a type; `self` and `cls` need none."""
     found = []
-    methods = {
-        id(m)
-        for c in ast.walk(source.tree)
-        if isinstance(c, ast.ClassDef)
-        for m in c.body
-        if not _is_static(m)
-    }
+    methods = {id(m) for c in ast.walk(source.tree) if isinstance(c, ast.ClassDef) for m in c.body if not _is_static(m)}
     for name, node in _functions(source.tree, source.name):
         a = node.args
         positional = [*a.posonlyargs, *a.args][1 if id(node) in methods else 0 :]

@@ -113,9 +113,7 @@ def test_a_name_at_the_wrong_door_is_seen(text: str) -> None:
 
 
 def test_public_torch_and_the_right_door_pass() -> None:
-    public = (
-        "import torch\nfrom torch.distributed.tensor import Shard\ntorch.distributed.get_rank()\nx.__dict__"
-    )
+    public = "import torch\nfrom torch.distributed.tensor import Shard\ntorch.distributed.get_rank()\nx.__dict__"
     assert rules.wrong_door(_source(public), MODULES) == []
     assert rules.wrong_door(_source("import torch._dynamo", "dbuf.compat"), MODULES) == []
     door = "import torch\ntorch.ops._c10d_functional.wait_tensor(x)"
@@ -129,10 +127,7 @@ def test_a_long_file_is_seen(count: int, over: bool) -> None:
 
 @pytest.mark.parametrize("count, over", [(59, False), (60, True)])
 def test_a_long_function_is_seen_and_its_docstring_is_not_counted(count: int, over: bool) -> None:
-    text = (
-        'class C:\n    def f(self):\n        """One.\n\n        Two.\n        """\n'
-        + "        x = 1\n" * count
-    )
+    text = 'class C:\n    def f(self):\n        """One.\n\n        Two.\n        """\n' + "        x = 1\n" * count
     assert ("dbuf.layout.C.f" in rules.too_long(_source(text))) == over
 
 

@@ -27,9 +27,7 @@ assert not torch.cuda.is_initialized(), "CUDA"
 
 
 def _python(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_import_is_silent_and_starts_nothing() -> None:

@@ -21,9 +21,7 @@ GAPPED = GlobalLayout(((2, 3), (0, 4), (), (4,)), (8, 0, 2, 16), 24, (0, 8, 16))
 
 def even(dp_size: int, numel: int = 2) -> GlobalLayout:
     """`dp_size` segments of `numel` elements, one tensor of as many rows."""
-    return GlobalLayout(
-        ((dp_size, numel),), (0,), dp_size * numel, tuple(range(0, dp_size * numel, numel))
-    ).validate()
+    return GlobalLayout(((dp_size, numel),), (0,), dp_size * numel, tuple(range(0, dp_size * numel, numel))).validate()
 
 
 @st.composite
@@ -232,9 +230,7 @@ def test_first_violation_names_cut_tensor_and_rule() -> None:
     )
     assert "TensorAtomic() keeps it whole" in str(layout.first_violation(TensorAtomic()))
     assert layout.first_violation(Replicate()) is None
-    assert layout.first_violation(RowAtomic()) is layout.first_violation(
-        RowAtomic()
-    )  # kept, not searched again
+    assert layout.first_violation(RowAtomic()) is layout.first_violation(RowAtomic())  # kept, not searched again
 
 
 @given(layouts(), st.sampled_from([RowAtomic(), BlockAtomic(2), BlockAtomic(3), TensorAtomic()]))
@@ -242,9 +238,7 @@ def test_first_violation_names_cut_tensor_and_rule() -> None:
 def test_law_admits_equals_trying_every_cut_and_tensor(layout: GlobalLayout, placement: Placement) -> None:
     legal = True
     for cut in layout.rank_to_offset:
-        for tensor, (offset, numel) in enumerate(
-            zip(layout.tensor_to_offset, layout.tensor_numels, strict=True)
-        ):
+        for tensor, (offset, numel) in enumerate(zip(layout.tensor_to_offset, layout.tensor_numels, strict=True)):
             if offset < cut < offset + numel:
                 rows = {RowAtomic: 1, TensorAtomic: 10**6}.get(type(placement)) or placement.block_size
                 legal &= (cut - offset) % (rows * layout.row_size(tensor)) == 0

@@ -144,9 +144,7 @@ def test_law_segments_tile_tensors_do_not_overlap_and_every_cut_is_legal(
 
 @given(problems(), st.integers(1, 24))
 @settings(max_examples=100, deadline=None)
-def test_law_align_rounds_equal_segments_and_leaves_offsets(
-    problem: tuple[Shapes, int, int], align: int
-) -> None:
+def test_law_align_rounds_equal_segments_and_leaves_offsets(problem: tuple[Shapes, int, int], align: int) -> None:
     shapes, dp_size, block_size = problem
     plain = plan_row_atomic(shapes, dp_size, block_size=block_size)
     aligned = plan_row_atomic(shapes, dp_size, block_size=block_size, align=align)
@@ -169,9 +167,7 @@ def test_law_offsets_do_not_depend_on_the_number_of_segments(problem: tuple[Shap
     """What is left is `size` and the cuts, so that any rank plans the same from shapes alone."""
     shapes, dp_size, block_size = problem
     for shard_layout in ShardLayout:
-        one, many = (
-            plan_row_atomic(shapes, n, block_size=block_size, shard_layout=shard_layout) for n in (1, dp_size)
-        )
+        one, many = (plan_row_atomic(shapes, n, block_size=block_size, shard_layout=shard_layout) for n in (1, dp_size))
         assert one.tensor_to_offset == many.tensor_to_offset
         assert many == plan_row_atomic(shapes, dp_size, block_size=block_size, shard_layout=shard_layout)
 
@@ -247,8 +243,7 @@ GROWTH: dict[str, Callable[[int], Shapes]] = {
 def test_planning_is_near_linear_in_tensors(kind: str, shard_layout: ShardLayout) -> None:
     """Eight times the tensors: 8 times the steps if linear, 64 times if some scan is quadratic."""
     small, large = (
-        count_lines(lambda n=n: plan_row_atomic(GROWTH[kind](n), 4, shard_layout=shard_layout))
-        for n in (100, 800)
+        count_lines(lambda n=n: plan_row_atomic(GROWTH[kind](n), 4, shard_layout=shard_layout)) for n in (100, 800)
     )
     assert large < 8 * 2 * small
 
@@ -256,9 +251,7 @@ def test_planning_is_near_linear_in_tensors(kind: str, shard_layout: ShardLayout
 @pytest.mark.parametrize("shard_layout", ShardLayout)
 def test_planning_does_not_multiply_tensors_by_ranks(shard_layout: ShardLayout) -> None:
     shapes: Shapes = [(13,), (9,), (2, 4), (1, 2)] * 50
-    few, many = (
-        count_lines(lambda n=n: plan_row_atomic(shapes, n, shard_layout=shard_layout)) for n in (1, 1025)
-    )
+    few, many = (count_lines(lambda n=n: plan_row_atomic(shapes, n, shard_layout=shard_layout)) for n in (1, 1025))
     assert many - few < 16 * 1024
 
 

@@ -63,9 +63,7 @@ def test_law_padded_segments_are_the_longest_rounded_up(
     problem: tuple[list[tuple[int, ...]], int, list[int]], align: int
 ) -> None:
     shapes, dp_size, owners = problem
-    padded = plan_tensor_atomic(
-        shapes, dp_size, tensor_owners=owners, shard_layout=ShardLayout.PADDED, align=align
-    )
+    padded = plan_tensor_atomic(shapes, dp_size, tensor_owners=owners, shard_layout=ShardLayout.PADDED, align=align)
     plain = plan_tensor_atomic(shapes, dp_size, tensor_owners=owners, align=align)
     longest = max(plain.segment(k)[1] for k in range(dp_size))
     assert padded.is_even
