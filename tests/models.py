@@ -1,0 +1,152 @@
+"""Tiny models that several test files train: pure functions of a dict of tensors, and an nn.Module with attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import dbuf
+from dbuf import tree
+
+WIDTH, HIDDEN, VOCAB = 6, 10, 11  # odd on purpose: at most world sizes rows do not divide and padding appears
+CONTEXT, BATCH = 4, 12  # 12 rows can be shared out evenly over 1, 2, 3 and 4 ranks
+Tensors = dict[str, torch.Tensor]
+
+
+def embed(p: Tensors, tokens: torch.Tensor) -> torch.Tensor:
+    return F.embedding(tokens, p["table"])
+
+
+def block(p: Tensors, h: torch.Tensor) -> torch.Tensor:
+    return h + p["gain"] * F.linear(torch.tanh(F.linear(h, p["up"], p["bias"])), p["down"])
+
+
+def head(p: Tensors, h: torch.Tensor) -> torch.Tensor:
+    return F.linear(h * p["scale"], p["out"])
+
+
+def dropped(p: Tensors, h: torch.Tensor) -> torch.Tensor:
+    """A block with dropout between its matmuls."""
+    inner = F.dropout(torch.tanh(F.linear(h, p["up"], p["bias"])), 0.5)
+    return h + p["gain"] * F.linear(inner, p["down"])
+
+
+def weights(layers: int = 2, *, width: int = WIDTH, hidden: int = HIDDEN, seed: int = 0) -> dict[str, Tensors]:
+    """Group -> name -> tensor; the same numbers on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.4
+
+    blocks = {
+        f"block{i}": {
+            "up": normal(hidden, width),
+            "bias": normal(hidden),
+            "gain": normal() + 1,
+            "down": normal(width, hidden),
+        }
+        for i in range(layers)
+    }
+    return {
+        "embed": {"table": normal(VOCAB, width)},
+        **blocks,
+        "head": {"scale": normal(width) + 1, "out": normal(VOCAB, width)},
+    }
+
+
+def batch(step: int = 0, rows: int = BATCH, context: int = CONTEXT) -> torch.Tensor:
+    """The whole batch of a step; `share` gives a rank's part."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(VOCAB, (rows, context + 1), generator=generator)
+
+
+def share(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    return whole.chunk(ranks)[rank].contiguous()
+
+
+def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Use a function as it is, on plain tensors."""
+    return fn
+
+
+def kept(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather once and keep the weights until the backward has used them: what `gathered` is compared with."""
+
+    @functools.wraps(fn)
+    def call(bufs: Any, *args: Any) -> Any:
+        return fn(dbuf.unpack(dbuf.allgather(bufs)), *args)
+
+    return call
+
+
+def language_loss(use: Callable[..., Any] = dbuf.gathered, middle: Callable[..., Any] = block) -> Callable[..., Any]:
+    """`loss(params, tokens)`: embedding, the blocks, head, cross entropy; `use` makes functions of buffers."""
+
+    def loss_fn(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+        h = use(embed)(params["embed"], tokens[:, :-1])
+        for name in params:
+            if name.startswith("block"):
+                h = use(middle)(params[name], h)
+        logits = use(head)(params["head"], h)
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return loss_fn
+
+
+class Attention(torch.nn.Module):
+    """A transformer block of nested modules, its attention torch's own."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = torch.nn.LayerNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(self.norm(h)).chunk(3, -1))
+        h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return h + self.mlp(h)
+
+
+def attention_weights(layers: int = 2, width: int = 8) -> tuple[dict[str, Tensors], Callable[..., torch.Tensor]]:
+    """Groups of weights of module blocks, and `fn(weights, h)` that runs one of them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        modules = [Attention(width) for _ in range(layers)]
+    groups = {f"block{i}": {k: v.detach() for k, v in m.named_parameters()} for i, m in enumerate(modules)}
+    module = modules[0]
+
+    def run(p: Tensors, h: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, p, (h,))
+
+    return groups, run
+
+
+def shard_groups(groups: dict[str, Any], mesh: Any, placements: Any, **options: Any) -> dict[str, dbuf.DBuffer]:
+    """One buffer a group."""
+    return {name: dbuf.shard(tensors, mesh, placements, **options) for name, tensors in groups.items()}
+
+
+def whole(bufs: Any) -> Any:
+    """Full tensors of a tree of buffers, whatever their placements: reduced, gathered, unpacked."""
+    return tree.map(
+        lambda buf: dbuf.unpack(dbuf.allgather(dbuf.allreduce(buf))),
+        bufs,
+        is_leaf=lambda node: isinstance(node, dbuf.DBuffer),
+    )
+
+
+# Kernels that g++ does not optimise, built in this process: the same programs in half the time. What a test reads from
+# a program (its graph, code, memory) does not depend on it; test_parity.py also compiles as users do.
+FAST = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads": 1}
+
+
+def jit(fn: Callable[..., Any], **options: Any) -> dbuf.Jitted[..., Any]:
+    return dbuf.jit(fn, options=FAST, **options)
