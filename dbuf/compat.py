@@ -16,7 +16,12 @@ import torch._functorch.config as functorch_config
 from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._library import opaque_object
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import annotate
 from torch.utils._pytree import GetAttrKey, TreeSpec
@@ -27,6 +32,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GetAttrKey",
+    "NeedsRealTensors",
     "TreeSpec",
     "allow_in_graph",
     "annotate",
@@ -45,6 +51,9 @@ __all__ = [
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
+
+# What an operation raises on fake tensors when its result depends on values (2.13, 2.14).
+NeedsRealTensors = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def register_constant(cls: type[_T], members: tuple[str, ...]) -> type[_T]:

@@ -17,6 +17,7 @@ from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers
 from dbuf.creation import check
 from dbuf.donation import check_donation, write_back
+from dbuf.errors import DbufError, explain
 from dbuf.inspection import Report, read_graph
 
 __all__ = ["Jitted", "disable_jit", "inspect", "jit"]
@@ -59,8 +60,10 @@ def jit(
 
     Example:
         >>> import dbuf
-        >>> w = dbuf.shard({"w": torch.ones(3)}, dbuf.init_mesh(), dbuf.RowAtomic())
-        >>> double = dbuf.jit(lambda buf: dbuf.tree.map(lambda x: x * 2, buf))  # doctest: +SKIP
+        >>> buf = dbuf.shard({"w": torch.ones(3)}, dbuf.init_mesh(), dbuf.RowAtomic())
+        >>> norm = dbuf.jit(dbuf.global_norm)
+        >>> norm(buf), norm.compiles
+        (tensor(1.7321), 1)
     """
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     return Jitted(fn, numbers, dynamic, dict(options or {}))
@@ -135,11 +138,28 @@ class Jitted(Generic[P, R]):
         program = self._programs.get(key)
         if program is None:
             check((args, kwargs), f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})")
-            out = run_on_fakes(self.fn, args, kwargs)
-            check_donation(args, out, self.donate_argnums)
+            self._try_out(args, kwargs)
             program = _Program(self.fn, self.donate_argnums, self._dynamic, self._options, args, kwargs)
             self._programs[key] = program
         return program
+
+    def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let mistakes show before anything is traced: those of `fn`, and results that do not pair."""
+        try:
+            out = run_on_fakes(self.fn, args, kwargs)
+        except compat.NeedsRealTensors as error:
+            if self.donate_argnums:
+                raise DbufError(
+                    explain(
+                        "dbuf.jit",
+                        "a step that donates has to have results of known shapes.",
+                        got=f"an operation whose result depends on values: {error}",
+                        need="shapes that do not depend on values",
+                        fix="torch.where or masks in place of .item() and boolean indexing, or no donate_argnums",
+                    )
+                ) from error
+            return
+        check_donation(args, out, self.donate_argnums)
 
 
 def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
