@@ -58,6 +58,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         One transformation, whose state is the tuple of theirs.
 
     Example:
+        >>> from dbuf.optim import sgd
         >>> chain(sgd(0.1), sgd(0.1)).init({})
         (SGDState(step=tensor(0), trace=()), SGDState(step=tensor(0), trace=()))
     """
