@@ -44,6 +44,7 @@ __all__ = [
     "node_is_backward",
     "node_is_recomputed",
     "node_mark",
+    "node_region",
     "register_constant",
     "trace_autograd",
 ]
@@ -153,3 +154,8 @@ def node_is_recomputed(node: torch.fx.Node) -> bool:
 
     tag = node.meta.get("recompute")
     return tag in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def node_region(node: torch.fx.Node) -> int | None:
+    """Which call of `torch.utils.checkpoint` a graph node was made in (2.13, 2.14), or None."""
+    return cast(int | None, node.meta.get("ac_graph_id"))

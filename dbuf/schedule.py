@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dbuf.collectives import GATHER_MARK
-from dbuf.compat import node_is_backward, node_is_recomputed, node_mark
+from dbuf.compat import node_is_backward, node_is_recomputed, node_mark, node_region
 
 __all__ = ["repeat_in_backward", "sink_gathers"]
 
@@ -22,7 +22,8 @@ __all__ = ["repeat_in_backward", "sink_gathers"]
 def repeat_in_backward(graph: Graph) -> int:
     """Give the backward its own copy of every forward node that is marked for repetition.
 
-    Marked are gathers inside `gathered`, all of `remat` but its random draws, and views and casts of those.
+    Marked are gathers inside `gathered`, all of `remat` but its random draws and its results, and views and casts
+    of those.
 
     Args:
         graph: A flat graph, changed in place.
@@ -56,10 +57,20 @@ def _repeatable(graph: Graph) -> set[Node]:
         if node.op != "call_function" or node_is_backward(node):
             continue
         inputs = node.all_input_nodes
-        marked = node_mark(node, GATHER_MARK) or node_is_recomputed(node)
+        recomputed = node_is_recomputed(node) and not _leaves_region(node)
+        marked = node_mark(node, GATHER_MARK) or recomputed
         if marked or (inputs and _keeps_values(node) and all(source in found for source in inputs)):
             found.add(node)
     return found
+
+
+def _leaves_region(node: Node) -> bool:
+    """Whether the forward reads a node outside the call of `remat` that made it.
+
+    Such a node is kept: recomputing one call would otherwise recompute all those before it, so that at the start
+    of the backward the activations of the whole forward were alive.
+    """
+    return any(not node_is_backward(user) and node_region(user) != node_region(node) for user in node.users)
 
 
 def _keeps_values(node: Node) -> bool:
