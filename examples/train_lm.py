@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _report import Progress, fail, plot_losses, print_sample, run_until_interrupted
 
-import dbuf.optim
+import dbuf
 
 STEPS, BATCH, CONTEXT = 600, 8, 128  # BATCH windows a step, over all processes together
 WIDTH, LAYERS, HEADS = 192, 4, 4
@@ -199,15 +199,18 @@ def make_step(args: argparse.Namespace, mesh: Any, loss_fn: Callable, optimizer:
 
 @dataclass
 class Run:
-    """What a run leaves behind."""
+    """What a run leaves behind; `losses` are of training batches, `heldout` pairs a step and a loss."""
 
+    ranks: int
+    parameters: int
+    batch_tokens: int
     losses: list[float] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
 
-    def tokens_per_s(self, batch_tokens: int, last: int = 0) -> float:
+    def tokens_per_s(self, last: int = 0) -> float:
         """The usual speed, of the last steps or of all: neither compilation nor one slow step counts."""
-        return batch_tokens / statistics.median(self.step_s[-last:])
+        return self.batch_tokens / statistics.median(self.step_s[-last:])
 
 
 def train(args: argparse.Namespace, text: bytes) -> None:
@@ -215,7 +218,6 @@ def train(args: argparse.Namespace, text: bytes) -> None:
     mesh = dbuf.init_mesh(("dp",))
     rank, ranks, device = mesh.get_rank(), mesh.size(), mesh.device_type
     data = Text(args, text, rank, ranks, device)
-    batch_tokens = data.batch * args.context
 
     torch.manual_seed(args.seed)  # every process draws the same weights, and keeps its share of them
     params = {
@@ -226,9 +228,9 @@ def train(args: argparse.Namespace, text: bytes) -> None:
     state = optimizer.init(params)
     loss_fn = make_loss(args)
     step = make_step(args, mesh, loss_fn, optimizer)
-    size = sum(math.prod(shape) for buf in params.values() for shape in buf.layout.tensor_shapes)
 
-    run, progress = Run(), Progress(args.steps, show=rank == 0)
+    size = sum(math.prod(shape) for buf in params.values() for shape in buf.layout.tensor_shapes)
+    run, progress = Run(ranks, size, data.batch * args.context), Progress(args.steps, show=rank == 0)
     progress.say(f"{size / 1e6:.2f}M parameters, {ranks} ranks, {data.batch} x {args.context} bytes a step")
     heldout_batches = data.heldout_batches()
     evaluate_at = {round(i * args.steps / EVALUATIONS) for i in range(EVALUATIONS + 1)}
@@ -243,7 +245,7 @@ def train(args: argparse.Namespace, text: bytes) -> None:
             params, state, loss = step(params, state, batch)
             run.losses.append(loss.item())
             run.step_s.append(time.perf_counter() - start_s)
-            progress.update(run.losses[-1], run.tokens_per_s(batch_tokens, last=20))
+            progress.update(run.losses[-1], run.tokens_per_s(last=20))
     progress.close()
     train_s = time.perf_counter() - started_s
     seen = None if args.eager else dbuf.inspect(step, params, state, data.batch_at(0))
@@ -254,25 +256,26 @@ def train(args: argparse.Namespace, text: bytes) -> None:
     if rank == 0:
         prompt = data.heldout[: args.context // 2]
         print_sample(prompt, sample(args, whole, prompt.to(device)))
-        args.out.mkdir(parents=True, exist_ok=True)
-        picture = args.out / "train_lm.png"
         title = f"Byte GPT, {size / 1e6:.2f}M parameters, ZeRO-3 over {ranks} ranks"
-        print(plot_losses(picture, run.losses, run.heldout, title), flush=True)
-        result = {
-            "heldout_nats_per_byte": round(run.heldout[-1][1], 4),
-            "first_heldout": round(run.heldout[0][1], 4),
-            "steps": args.steps,
-            "tokens_per_s": round(run.tokens_per_s(batch_tokens)),
-            "collectives": seen and seen.collectives,
-            "scalar_collectives": seen and seen.scalars,
-            "graph_breaks": seen and seen.graph_breaks,
-            "compiles": seen and seen.compiles,
-            "ranks": ranks,
-            "parameters": size,
-            "train_s": round(train_s, 1),
-            "first_step_s": round(run.step_s[0], 1),
-        }
-        print(json.dumps(result), flush=True)
+        print(plot_losses(args.out / "train_lm.png", run.losses, run.heldout, title))
+        print(json.dumps({**summary(run, seen), "train_s": round(train_s, 1)}), flush=True)
+
+
+def summary(run: Run, seen: Any) -> dict[str, Any]:
+    """The numbers of a run; those that are read from the compiled step are None if there is none."""
+    return {
+        "heldout_nats_per_byte": round(run.heldout[-1][1], 4),
+        "first_heldout": round(run.heldout[0][1], 4),
+        "steps": len(run.losses),
+        "tokens_per_s": round(run.tokens_per_s()),
+        "collectives": seen and seen.collectives,
+        "scalar_collectives": seen and seen.scalars,
+        "graph_breaks": seen and seen.graph_breaks,
+        "compiles": seen and seen.compiles,
+        "ranks": run.ranks,
+        "parameters": run.parameters,
+        "first_step_s": round(run.step_s[0], 1),
+    }
 
 
 @torch.no_grad()
@@ -322,7 +325,12 @@ def main() -> None:
     text = read_text(args.data)
     need = (args.batch + 1) * (args.context + 1)
     if len(text) < need:
-        fail(f"{args.data} has {len(text):,} bytes, and one batch and one held-out window take {need:,}")
+        name = args.data or "the standard library"
+        fail(f"{name} has {len(text):,} bytes, and one batch and one held-out window take {need:,}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"cannot write to {args.out}: {error.strerror}")
     train(args, text)
 
 

@@ -103,6 +103,7 @@ def test_any_number_of_processes(tmp_path: Path) -> None:
             ["--data={tmp}/short.txt", "--batch=4", "--context=32"],
             "train_lm: {tmp}/short.txt has 100 bytes, and one batch and one held-out window take 165",
         ),
+        (["--out={tmp}/empty.txt"], "train_lm: cannot write to {tmp}/empty.txt: File exists"),
         (["--steps=0"], "train_lm: --steps is 0, and must be at least 1"),
         (["--width=36", "--heads=4"], "train_lm: --width is 36, and must be a multiple of twice --heads, 8"),
         (["--epochs=3"], "train_lm: unrecognized arguments: --epochs=3"),
