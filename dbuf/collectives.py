@@ -101,9 +101,11 @@ def _run(x: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 def _rearrange(x: torch.Tensor, numel_in: int, pieces: tuple[tuple[int, int], ...]) -> torch.Tensor:
     assert x.shape == (numel_in,), f"a route planned for {numel_in} elements met {tuple(x.shape)}"
+    if all(start == ZEROS for start, _ in pieces):
+        # Zeros that depend on `x`: a compiler would move a constant, and the collective after it, out of the backward
+        # on the ranks that own nothing, and the ranks would wait for each other in different places.
+        return x[:0].to(torch.float32).sum().to(x.dtype).repeat(sum(numel for _, numel in pieces))
     runs = [x.new_zeros(numel) if start == ZEROS else x[start : start + numel] for start, numel in pieces]
-    if not runs:
-        return x.new_zeros(0)
     # A lone slice is copied too: a view would keep the padded wire buffer alive.
     return torch.cat(runs) if len(runs) > 1 else runs[0].clone()
 

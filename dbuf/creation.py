@@ -141,13 +141,16 @@ def _cut(leaves: list[torch.Tensor], spec: BufferSpec) -> torch.Tensor:
         cursor = place + numel
     if cursor < spec.local_numel() or not parts:
         parts.append(like.new_zeros(spec.local_numel() - cursor))
+    # Empty, but a rank that owns nothing must take part in the backward's collectives like the others.
+    owned = {tensor for tensor, *_ in spec.local_pieces()}
+    parts += [_run_of(leaf, 0, 0) for i, leaf in enumerate(leaves) if leaf.requires_grad and i not in owned]
     # Inductor turns a concatenation of one slice into the slice itself, a view of the full tensor.
     return torch.cat(parts) if len(parts) > 1 else torch.cat([*parts, like.new_zeros(0)])
 
 
 def _run_of(leaf: torch.Tensor, start: int, numel: int) -> torch.Tensor:
     """Elements `start` to `start + numel` of a tensor in row-major order, without copying the whole of it."""
-    if leaf.ndim > 1 and leaf.shape[0]:
+    if leaf.ndim > 1 and leaf.numel():
         row = leaf[0].numel()
         if start % row == 0 and numel % row == 0:
             return leaf[start // row : (start + numel) // row].reshape(-1)

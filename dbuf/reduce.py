@@ -80,7 +80,7 @@ def norms(buf: DBuffer) -> Any:
     refuse_partial(spec, "dbuf.norms")
     sizes = spec.split_sizes()
     parts = buf.local.split_with_sizes(sizes) if len(sizes) > 1 else (buf.local,)
-    zero = buf.local.new_zeros((), dtype=_wide(buf.local.dtype))
+    zero = _square_sum(buf.local[:0], buf.local[:0])  # depends on the buffer on ranks that own nothing, too
     squares = [_square_sum(parts[part], parts[part]) if part >= 0 else zero for part in spec.part_of_tensor()]
     if not squares:
         return trees.fill([], spec.treespec(), spec.present())
@@ -157,7 +157,7 @@ def _sum_over_content(a: Any, b: Any, where: str) -> torch.Tensor:
     sums: dict[Steps, torch.Tensor] = {}
     for left, right in zip(lefts, rights, strict=True):
         refuse_partial(left.spec, where)
-        total = left.local.new_zeros((), dtype=_wide(left.local.dtype))
+        total = _square_sum(left.local[:0], right.local[:0])  # depends on both on ranks that own nothing, too
         for start, numel in left.spec.content_runs():
             total = total + _square_sum(left.local[start : start + numel], right.local[start : start + numel])
         steps = left.spec.sum_over_shards()
