@@ -22,7 +22,7 @@ def embed(p: Tensors, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def block(p: Tensors, h: torch.Tensor) -> torch.Tensor:
-    return h + p["gain"] * F.linear(torch.tanh(F.linear(h, p["up"], p["bias"])), p["down"])
+    return h + F.linear(p["gain"] * torch.tanh(F.linear(h, p["up"], p["bias"])), p["down"])
 
 
 def head(p: Tensors, h: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def head(p: Tensors, h: torch.Tensor) -> torch.Tensor:
 def dropped(p: Tensors, h: torch.Tensor) -> torch.Tensor:
     """A block with dropout between its matmuls."""
     inner = F.dropout(torch.tanh(F.linear(h, p["up"], p["bias"])), 0.5)
-    return h + p["gain"] * F.linear(inner, p["down"])
+    return h + F.linear(p["gain"] * inner, p["down"])
 
 
 def weights(layers: int = 2, *, width: int = WIDTH, hidden: int = HIDDEN, seed: int = 0) -> dict[str, Tensors]:
