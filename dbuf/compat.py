@@ -41,6 +41,7 @@ __all__ = [
     "flatten_mesh",
     "graph_breaks",
     "inside_func_transform",
+    "node_draws_random",
     "node_is_backward",
     "node_is_recomputed",
     "node_mark",
@@ -95,7 +96,8 @@ def compile_inductor(
 
     The pass runs before Inductor looks into its cache, so it always sees the graph. torch's own pass that repeats
     tagged nodes in the backward handles one backward region and no random ops (2.13, 2.14); ours takes any number,
-    so torch's is off.
+    so torch's is off. AOTAutograd's own cache cannot hold our one opaque call, and complains about our constants
+    before it finds out, so it is off too; Inductor's cache is not.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # late: half a second to import
 
@@ -104,7 +106,7 @@ def compile_inductor(
         graph_module.recompile()
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
-    with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
+    with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False, enable_autograd_cache=False):
         return cast(
             Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(options) or None)
         )
@@ -146,6 +148,20 @@ def node_is_backward(node: torch.fx.Node) -> bool:
 def node_mark(node: torch.fx.Node, key: str) -> Any:
     """What `annotate` put on a graph node, or None."""
     return node.meta.get("custom", {}).get(key)
+
+
+def node_draws_random(node: torch.fx.Node) -> bool:
+    """Whether a graph node takes random numbers from a generator: doing it again would give others.
+
+    Inductor's own `inductor_random` does not: it is a function of a seed. Attention only does with dropout.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    return bool((node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)) != 0.0)
 
 
 def node_is_recomputed(node: torch.fx.Node) -> bool:

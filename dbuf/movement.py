@@ -247,7 +247,7 @@ def _run(
         else:
             x = move(buf.local, head, wire, back, again)
         started.append((x, tail, target))
-    return [DBuffer(move(x, tail, None, None, again), target) for x, tail, target in started]
+    return [DBuffer(move(x, tail, None, None, again) if tail else x, target) for x, tail, target in started]
 
 
 def _slice(x: torch.Tensor, steps: Any) -> torch.Tensor:

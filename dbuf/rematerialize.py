@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer, unpack
@@ -149,9 +149,9 @@ def remat(fn: Function) -> Function:
         That of `fn`, and again in the backward.
 
     Gradient:
-        Exactly that of `fn`: in eager the random state is replayed, in a compiled step what ops drew at random is
-        kept. Inside `torch.func` transforms activations are kept (saved-tensor hooks do not work there), with
-        a warning.
+        Exactly that of `fn`: in eager the random state is replayed; in a compiled step random numbers are made again
+        from the same seed, or kept where an op draws them from a generator. Inside `torch.func` transforms
+        activations are kept (saved-tensor hooks do not work there), with a warning.
 
     Source:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -169,7 +169,7 @@ def remat(fn: Function) -> Function:
             return fn(*again_args, **again_kwargs)
 
         if torch.compiler.is_compiling():
-            return checkpoint(run, *leaves, use_reentrant=False, context_fn=_keep_random_draws)
+            return checkpoint(run, *leaves, use_reentrant=False)
         return checkpoint(_marked(run), *leaves, use_reentrant=False)
 
     return call
@@ -186,23 +186,6 @@ def _marked(run: Function) -> Function:
             _inside_remat.reset(token)
 
     return marked
-
-
-def _keep_random_draws() -> Any:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Recompute all but ops that really draw random numbers: attention without dropout only looks like one."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return CheckpointPolicy.MUST_RECOMPUTE
-    names = [argument.name for argument in op._schema.arguments]
-    if "dropout_p" in names:
-        position = names.index("dropout_p")
-        drop = args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)
-        if drop == 0.0:
-            return CheckpointPolicy.MUST_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
 
 
 def _under_func(name: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dbuf.collectives import GATHER_MARK
-from dbuf.compat import node_is_backward, node_is_recomputed, node_mark, node_region
+from dbuf.compat import node_draws_random, node_is_backward, node_is_recomputed, node_mark, node_region
 
 __all__ = ["repeat_in_backward", "sink_gathers"]
 
@@ -57,7 +57,7 @@ def _repeatable(graph: Graph) -> set[Node]:
         if node.op != "call_function" or node_is_backward(node):
             continue
         inputs = node.all_input_nodes
-        recomputed = node_is_recomputed(node) and not _leaves_region(node)
+        recomputed = node_is_recomputed(node) and not node_draws_random(node) and not _leaves_region(node)
         marked = node_mark(node, GATHER_MARK) or recomputed
         if marked or (inputs and _keeps_values(node) and all(source in found for source in inputs)):
             found.add(node)
