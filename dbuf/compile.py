@@ -121,7 +121,7 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the program for these arguments, compiling it first when their structure or specs are new."""
-        if _disabled.get():
+        if torch.compiler.is_compiling() or _disabled.get():  # inside another jit: part of its program
             return self.fn(*args, **kwargs)
         program = self._program(args, kwargs)
         # Any call may meet a new shape of the batch and compile.
@@ -164,7 +164,8 @@ class Jitted(Generic[P, R]):
 
 def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on tensors without memory: its errors come out as they are, its result has shapes and dtypes."""
-    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    # A jit function in `fn` would hand tensors without memory to its program.
+    with disable_jit(), compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = trees.map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
