@@ -77,10 +77,8 @@ def _keeps_values(node: Node) -> bool:
     """Whether a node only looks at its input otherwise: a view, one output of several, or a cast."""
     if node.target is operator.getitem:
         return True
-    return bool(getattr(node.target, "is_view", False)) or node.target in (
-        torch.ops.prims.convert_element_type.default,
-        torch.ops.aten._to_copy.default,
-    )
+    # Inductor has decomposed every cast by now.
+    return bool(getattr(node.target, "is_view", False)) or node.target is torch.ops.prims.convert_element_type.default
 
 
 def _needed(node: Node, repeats: set[Node], done: dict[Node, Node], order: dict[Node, int]) -> list[Node]:
