@@ -142,18 +142,22 @@ def pack(tensors: Any, like: DBuffer) -> DBuffer:
     Gradient:
         A slice for each tensor.
     """
-    leaves, structure = trees.flatten(tensors)
-    leaves = [leaf for leaf in leaves if leaf is not None]
+    everything, structure = trees.flatten(tensors)
+    leaves = [leaf for leaf in everything if leaf is not None]
     spec = like.spec
     if not torch.compiler.is_compiling():
-        _check_pack(leaves, structure, spec)
+        _check_pack(everything, structure, spec)
     return DBuffer(assemble(leaves, spec, like.local), spec)
 
 
-def _check_pack(leaves: list[Any], structure: Any, spec: BufferSpec) -> None:
+def _check_pack(everything: list[Any], structure: Any, spec: BufferSpec) -> None:
     where = "dbuf.pack"
     if structure != spec.tree.spec:
         refuse_structure(f"structure {structure}", f"structure {spec.tree.spec}", where)
+    leaves = [leaf for leaf in everything if leaf is not None]
+    present = tuple(leaf is not None for leaf in everything)
+    if present != spec.tree.present:
+        refuse_structure(f"tensors, in leaf order: {present}", f"{spec.tree.present}", where)
     check_leaves(leaves, spec.tree.paths, where)
     wrong = [
         f"{path}: {tuple(leaf.shape)}, should be {shape}"
