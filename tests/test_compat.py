@@ -1,0 +1,324 @@
+"""Every private or renamed name that `dbuf.compat` stands on: it exists in this torch, and does what dbuf needs.
+
+A torch or optree release that moves one fails the test that carries its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import dbuf
+from dbuf import compat
+from dbuf.testing import run
+
+HERE = Path(__file__)
+
+
+def test_every_name_of_compat_has_a_test_here() -> None:
+    tests = [name for name in globals() if name.startswith("test_")]
+    missing = [name for name in compat.__all__ if not any(name.lower().strip("_") in test.lower() for test in tests)]
+    assert not missing, f"names of dbuf.compat without a test: {missing}"
+
+
+def imported_names() -> list[tuple[str, str]]:
+    """`(module, name)` of everything that compat.py imports from torch and optree, late imports too."""
+    source = ast.parse(inspect.getsource(compat))
+    found = []
+    for node in ast.walk(source):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("torch", "optree"):
+            found += [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] in ("torch", "optree")]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("module", "name"), imported_names(), ids=lambda part: part or "module")
+def test_the_import_exists(module: str, name: str) -> None:
+    assert not name or hasattr(importlib.import_module(module), name)
+
+
+# --- constants of a trace ---------------------------------------------------------------------------------
+
+
+class Sizes:
+    """A static value with a method that must not be traced."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.asked = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sizes) and self.sizes == other.sizes
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return f"Sizes({self.sizes!r})", {"Sizes": Sizes}
+
+    def total(self) -> int:
+        self.asked += 1
+        return sum(self.sizes)
+
+
+compat.register_constant(Sizes, ("total", "__eq__", "__hash__"))
+
+
+def test_register_constant_runs_methods_for_real_and_guards_by_equality() -> None:
+    compiles = 0
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal compiles
+        compiles += 1
+        return gm
+
+    compiled = torch.compile(lambda x, s: x * s.total(), fullgraph=True, backend=backend)
+    sizes = Sizes((1, 2))
+    assert compiled(torch.ones(1), sizes).item() == 3 and sizes.asked >= 1
+    assert compiled(torch.ones(1), Sizes((1, 2))).item() == 3 and compiles == 1, "an equal value recompiled"
+    assert compiled(torch.ones(1), Sizes((5, 5))).item() == 10 and compiles == 2, "another value did not"
+
+
+def test_opaque_object_has_one_of_its_two_names() -> None:
+    assert compat.opaque_object.MemberType.USE_REAL is not None
+    names = ("register_custom_class", "register_opaque_type")
+    assert any(hasattr(compat.opaque_object, name) for name in names), "register_constant has nothing to call"
+
+
+# --- Dynamo -----------------------------------------------------------------------------------------------
+
+
+def test_trace_autograd_puts_autograd_grad_into_the_graph_and_restores_the_setting() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad((y**3).sum(), y)[0]
+
+    before = compat.dynamo_config.trace_autograd_ops
+    with pytest.raises(RuntimeError), compat.trace_autograd():
+        assert compat.dynamo_config.trace_autograd_ops is True
+        raise RuntimeError
+    assert compat.dynamo_config.trace_autograd_ops == before
+    with compat.trace_autograd():
+        assert torch.compile(step, fullgraph=True, backend="eager")(torch.tensor([2.0])).item() == 12
+
+
+def test_compile_program_has_a_recompile_limit_of_its_own() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiles = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiles.append(1)
+        return gm
+
+    for size in range(1, 2 * torch._dynamo.config.recompile_limit):
+        assert compat.compile_program(fn, dynamic=False, backend=backend)(torch.ones(size)).shape == (size,)
+    assert len(compiles) == 2 * torch._dynamo.config.recompile_limit - 1
+    with pytest.raises(Exception, match="rint"):  # fullgraph: a graph break is an error
+        compat.compile_program(lambda x: (print(x), x)[1], dynamic=None, backend=backend)(torch.ones(1))
+
+
+def test_allow_in_graph_keeps_a_call_whole_for_dynamo_and_open_for_aot() -> None:
+    graphs = []
+
+    @compat.allow_in_graph
+    def twice(x: torch.Tensor, how: tuple[tuple[str, int], ...]) -> torch.Tensor:
+        return x * how[0][1]
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append([node.target for node in gm.graph.nodes if node.op == "call_function"])
+        return gm
+
+    out = torch.compile(lambda x: twice(x, (("by", 2),)), fullgraph=True, backend=backend)(torch.ones(1))
+    assert out.item() == 2 and graphs == [[twice]]
+
+
+def test_graph_breaks_are_counted() -> None:
+    torch._dynamo.reset()
+    before = compat.graph_breaks()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch.compile(fn, backend="eager")(torch.ones(1))
+    assert compat.graph_breaks() == before + 1
+
+
+def test_backendfailed_is_what_a_failing_backend_raises() -> None:
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        raise ValueError("mine")
+
+    with pytest.raises(compat.BackendFailed, match="mine"):
+        torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)(torch.ones(1))
+
+
+# --- graphs -----------------------------------------------------------------------------------------------
+
+
+def flat_graph(fn: Any, *args: Any) -> torch.fx.Graph:
+    """The one graph that `compile_inductor` shows to its pass."""
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return compat.compile_inductor(gm, inputs, graphs.append, {})
+
+    with compat.trace_autograd():
+        compat.compile_program(fn, dynamic=None, backend=backend)(*args)
+    (graph,) = graphs
+    return graph
+
+
+def step_with_everything(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from torch.utils.checkpoint import checkpoint
+
+    y = x.detach().requires_grad_()
+    with compat.annotate({"mark": True}):
+        marked = y.tanh()
+    loss = checkpoint(lambda z: z.sin() * 2, marked, use_reentrant=False).sum()
+    return loss.detach(), torch.autograd.grad(loss, y)[0]
+
+
+def test_annotate_node_mark_node_is_backward_node_is_recomputed_and_node_region() -> None:
+    nodes = flat_graph(step_with_everything, torch.ones(3)).nodes
+    by_name = {str(node.target): node for node in nodes if node.op == "call_function"}
+    tanh, sin, cos = (by_name[f"aten.{name}.default"] for name in ("tanh", "sin", "cos"))
+    assert compat.node_mark(tanh, "mark") is True and compat.node_mark(tanh, "other") is None
+    assert compat.node_mark(sin, "mark") is None
+    assert compat.node_is_recomputed(sin) and not compat.node_is_recomputed(tanh)
+    assert compat.node_is_backward(cos) and not compat.node_is_backward(sin)
+    assert isinstance(compat.node_region(sin), int) and compat.node_region(tanh) is None
+
+
+def test_node_draws_random() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert compat.node_draws_random(graph.call_function(aten.rand_like.default, (x,)))
+    assert compat.node_draws_random(graph.call_function(aten.bernoulli.p, (x, 0.5)))
+    assert not compat.node_draws_random(graph.call_function(aten.sin.default, (x,)))
+    assert not compat.node_draws_random(graph.call_function(attention, (x, x, x)))
+    if torch.Tag.nondeterministic_seeded in attention.tags:
+        assert compat.node_draws_random(graph.call_function(attention, (x, x, x, 0.1)))
+    assert not compat.node_draws_random(x)
+
+
+@pytest.mark.slow
+def test_compile_inductor_runs_the_pass_on_the_graph_it_compiles() -> None:
+    def to_zero(graph: torch.fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target is torch.ops.aten.sin.default:
+                node.target = torch.ops.aten.cos.default
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return compat.compile_inductor(gm, inputs, to_zero, {})
+
+    for _ in range(2):  # also when Inductor's cache knows the program
+        torch._dynamo.reset()
+        out = compat.compile_program(lambda x: x.sin(), dynamic=None, backend=backend)(torch.zeros(2))
+        assert out.tolist() == [1, 1]
+
+
+def test_functorch_config_has_the_settings_that_compile_inductor_turns_off() -> None:
+    for name in ("remat_using_tags_for_fwd_loss_bwd_graph", "enable_autograd_cache"):
+        assert hasattr(compat.functorch_config, name)
+
+
+# --- fake tensors and transforms --------------------------------------------------------------------------
+
+
+def test_faketensormode_and_faketensor_run_without_memory() -> None:
+    with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(torch.ones(2))
+        y = x * torch.ones(2)
+    assert isinstance(y, compat.FakeTensor) and y.shape == (2,)
+
+
+def test_needsrealtensors_is_what_fake_tensors_raise_for_value_dependent_results() -> None:
+    with compat.FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(2))
+        with pytest.raises(compat.NeedsRealTensors):
+            x.sum().item()
+        with pytest.raises(compat.NeedsRealTensors):
+            x.nonzero()
+
+
+def test_inside_func_transform() -> None:
+    seen = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.inside_func_transform())
+        return x.sum()
+
+    assert not compat.inside_func_transform()
+    torch.func.grad(fn)(torch.ones(2))
+    torch.func.vmap(fn)(torch.ones(2, 2))
+    torch.func.vjp(fn, torch.ones(2))
+    fn(torch.ones(2))
+    assert seen == [True, True, True, False]
+
+
+# --- pytrees and meshes -----------------------------------------------------------------------------------
+
+
+def test_getattrkey_and_treespec_are_torchs() -> None:
+    from torch.utils import _pytree
+
+    assert _pytree.keystr((compat.GetAttrKey("local"),)) == ".local"
+    spec = _pytree.tree_structure({"b": [0], "a": None})
+    assert isinstance(spec, compat.TreeSpec)
+    assert [child.type for child in spec.children()] == [list, None]
+    assert spec.type is dict and spec.context == ["b", "a"], "dicts keep their insertion order"
+    with pytest.raises(ValueError):
+        spec.flatten_up_to({"b": [0]})
+
+
+def test_optree_global_registers_for_every_namespace() -> None:
+    class Box:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    optree.register_pytree_node(
+        Box, lambda b: ((b.x,), None, ("x",)), lambda _, xs: Box(*xs), namespace=compat.OPTREE_GLOBAL
+    )
+    assert optree.tree_leaves(Box(3)) == optree.tree_leaves(Box(3), namespace="any") == [3]
+
+
+def flattened() -> tuple[list[int], str]:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    compat.flatten_mesh(mesh, ("outer", "inner"), "outer_inner")
+    group = mesh.get_group("outer_inner")
+    assert isinstance(mesh, DeviceMesh) and isinstance(group.group_name, str)
+    return torch.distributed.get_process_group_ranks(group), type(group).__name__
+
+
+def test_flatten_mesh_makes_a_group_that_get_group_finds() -> None:
+    assert run(flattened, world_size=4) == [([0, 1, 2, 3], "ProcessGroup")] * 4
+
+
+def test_the_collectives_dbuf_stands_on_take_these_arguments() -> None:
+    """`torch.ops._c10d_functional`: private by its name, stable in 2.13 and 2.14, and what Inductor knows."""
+    ops = torch.ops._c10d_functional
+    expected = {
+        "all_gather_into_tensor": ["input", "group_size", "group_name"],
+        "reduce_scatter_tensor": ["input", "reduce_op", "group_size", "group_name"],
+        "all_reduce": ["input", "reduce_op", "group_name"],
+        "all_to_all_single": ["input", "output_split_sizes", "input_split_sizes", "group_name"],
+        "broadcast": ["input", "src", "group_name"],
+        "wait_tensor": ["tensor"],
+    }
+    for name, arguments in expected.items():
+        assert [a.name for a in getattr(ops, name).default._schema.arguments] == arguments
+    assert dbuf.collectives.is_collective(ops.all_reduce.default)
+    assert not dbuf.collectives.is_collective(ops.wait_tensor.default)
