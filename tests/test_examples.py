@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -59,7 +60,10 @@ def test_on_several_ranks(file: Path, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun() -> None:
+def test_under_torchrun_it_prints_the_report_that_the_docs_show() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     out = _run([*torchrun, str(ROOT / "examples" / "05_zero3_step.py")])
-    assert "on 2 ranks" in out and "reduce_scatter" in out
+    (report,) = re.findall(
+        r"^```\n(collective .*?)```$", (ROOT / "docs" / "jit.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert report.strip() in out
