@@ -6,7 +6,7 @@ from dbuf.compile import Jitted, disable_jit, inspect, jit
 from dbuf.creation import check, shard
 from dbuf.errors import DbufError, LayoutError, PlacementError, TreeError
 from dbuf.layout import GlobalLayout
-from dbuf.mesh import init_mesh
+from dbuf.mesh import DeviceMesh, init_mesh
 from dbuf.movement import allgather, allreduce, redistribute, reduce_scatter, view
 from dbuf.placement import (
     BlockAtomic,
@@ -26,6 +26,7 @@ __all__ = [
     "BlockAtomic",
     "DBuffer",
     "DbufError",
+    "DeviceMesh",
     "GlobalLayout",
     "Jitted",
     "LayoutError",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -66,6 +66,17 @@ class DBuffer:
     def device(self) -> torch.device:
         """Where `local` lies."""
         return self.local.device
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TreeError(
+            explain(
+                "DBuffer",
+                "a buffer is not the tree of its tensors.",
+                got=f"buf[{key!r}]",
+                need="full tensors, or this rank's own",
+                fix="dbuf.gathered(fn)(buf, ...) for a function of full tensors; dbuf.unpack(buf) for this rank's",
+            )
+        )
 
     def __repr__(self) -> str:
         what = f"{self.local.dtype}, " if isinstance(self.local, torch.Tensor) else f"{self.local!r}, "
@@ -244,9 +255,11 @@ def cast(bufs: Any, dtype: torch.dtype) -> Any:
     Returns:
         New buffers; one that has the dtype already is itself.
     """
-    return trees.map(
-        lambda buf: DBuffer(buf.local.to(dtype), buf.spec) if is_buffer(buf) else buf, bufs, is_leaf=is_buffer
-    )
+
+    def change(buf: Any) -> Any:
+        return DBuffer(buf.local.to(dtype), buf.spec) if is_buffer(buf) and buf.local.dtype != dtype else buf
+
+    return trees.map(change, bufs, is_leaf=is_buffer)
 
 
 def select(buf: DBuffer, rule: Callable[[str], bool] | Iterable[str]) -> DBuffer:

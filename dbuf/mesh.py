@@ -34,7 +34,7 @@ __all__ = [
 
 def init_mesh(
     axis_names: Sequence[str] = ("dp",),
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     *,
     device_type: str | None = None,
 ) -> DeviceMesh:
@@ -83,7 +83,9 @@ def _start_world(device: str) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def _fill_shape(names: tuple[str, ...], shape: Sequence[int] | None, world: int) -> tuple[int, ...]:
+def _fill_shape(names: tuple[str, ...], shape: int | Sequence[int] | None, world: int) -> tuple[int, ...]:
+    if isinstance(shape, int):
+        shape = (shape,)
     sizes = list(shape) if shape is not None else [-1] + [1] * (len(names) - 1)
     known = 1
     for size in sizes:
@@ -177,16 +179,17 @@ class MeshSum:
     Args:
         mesh: The mesh.
         axes: A name or index, or several; None for all axes.
+        where: The function that asks, for the message.
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: int | str | tuple[int | str, ...] | None) -> None:
+    def __init__(self, mesh: DeviceMesh, axes: int | str | tuple[int | str, ...] | None, where: str) -> None:
         names = mesh.mesh_dim_names or ()
         listed = range(mesh.ndim) if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
         unknown = [a for a in listed if a not in names and a not in range(mesh.ndim)]
         if unknown:
             raise PlacementError(
                 explain(
-                    "dbuf.psum",
+                    where,
                     "no such mesh axis.",
                     got=f"{unknown}",
                     need=f"names or indices of axes {names}",

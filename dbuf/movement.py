@@ -72,10 +72,10 @@ def allgather(
     return _move_all("allgather", bufs, placements, default, dtype=dtype, grad_dtype=grad_dtype)
 
 
-def gather_for(bufs: Any, *, dtype: torch.dtype | None, grad_dtype: torch.dtype | None, again: bool) -> Any:
-    """`allgather` of everything that is sharded; `again` marks compiled nodes to be repeated in the backward."""
+def gather_for(bufs: Any, where: str, *, dtype: torch.dtype | None, grad_dtype: torch.dtype | None, again: bool) -> Any:
+    """`allgather` of all that is sharded, for the function `where`; `again` marks nodes to repeat in the backward."""
     default = BufferSpec.gathered_placements
-    return _move_all("allgather", bufs, None, default, dtype=dtype, grad_dtype=grad_dtype, again=again)
+    return _move_all("allgather", bufs, None, default, where=where, dtype=dtype, grad_dtype=grad_dtype, again=again)
 
 
 def reduce_scatter(bufs: Any, placements: Any, *, dtype: torch.dtype | None = None) -> Any:
@@ -207,8 +207,9 @@ def _move_all(
     dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     again: bool = False,
+    where: str = "",
 ) -> Any:
-    where = f"dbuf.{function}"
+    where = where or f"dbuf.{function}"
     leaves, treespec = trees.flatten(bufs, is_leaf=is_buffer)
     _check_buffers(leaves, bufs, where)
     if placements is None and default is not None:
@@ -236,18 +237,18 @@ def _run(
     again: bool,
 ) -> list[DBuffer]:
     """Run the routes; where there are several, start all before waiting for any."""
-    started = []
+    started: list[tuple[DBuffer, Any]] = []
     for buf, target, steps in planned:
         wire = None if dtype is None or dtype == buf.local.dtype else dtype
         back = _gradient_dtype(buf.local.dtype if wire is None else wire, grad_dtype)
-        head, tail = split(steps) if len(planned) > 1 else (steps, ())
-        if function == "view":
-            x = _slice(buf.local, steps)
-            tail = ()
+        if not steps and wire is None:
+            started.append((buf if target == buf.spec else DBuffer(buf.local, target), ()))
+        elif function == "view":
+            started.append((DBuffer(_slice(buf.local, steps), target), ()))
         else:
-            x = move(buf.local, head, wire, back, again)
-        started.append((x, tail, target))
-    return [DBuffer(move(x, tail, None, None, again) if tail else x, target) for x, tail, target in started]
+            head, tail = split(steps) if len(planned) > 1 else (steps, ())
+            started.append((DBuffer(move(buf.local, head, wire, back, again), target), tail))
+    return [DBuffer(move(buf.local, tail, None, None, again), buf.spec) if tail else buf for buf, tail in started]
 
 
 def _slice(x: torch.Tensor, steps: Any) -> torch.Tensor:

@@ -317,6 +317,12 @@ def _check_kind(entry: object, axis: int, where: str) -> None:
         what = f"axis {axis} has torch's {type(entry).__name__}, which says nothing about rows or owners."
         need = "RowAtomic(), BlockAtomic(block_size) or TensorAtomic() for a sharded axis"
     got = describe(entry) if isinstance(entry, Partial) else f"{entry!r} ({type(entry).__name__})"
+    if isinstance(entry, type) and issubclass(entry, Replicate | Partial | _FlatShard):
+        what, got, fix = (
+            f"axis {axis} has a class.",
+            f"the class {entry.__name__}",
+            f"{entry.__name__}(...), an instance",
+        )
     raise PlacementError(explain(where, what, got=got, need=need, fix=fix))
 
 

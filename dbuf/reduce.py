@@ -130,7 +130,7 @@ def psum(x: torch.Tensor, mesh: DeviceMesh, axes: Any = None) -> torch.Tensor:
     Gradient:
         The sum over the same axes.
     """
-    return _sum(x, MeshSum(mesh, axes).steps())
+    return _sum(x, MeshSum(mesh, axes, "dbuf.psum").steps())
 
 
 def pmean(x: torch.Tensor, mesh: DeviceMesh, axes: Any = None) -> torch.Tensor:
@@ -141,7 +141,7 @@ def pmean(x: torch.Tensor, mesh: DeviceMesh, axes: Any = None) -> torch.Tensor:
         >>> pmean(torch.tensor(3.0), dbuf.init_mesh())
         tensor(3.)
     """
-    over = MeshSum(mesh, axes)
+    over = MeshSum(mesh, axes, "dbuf.pmean")
     return _sum(x * (1.0 / over.num_ranks()), over.steps())
 
 

@@ -55,7 +55,7 @@ def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torc
 
     @functools.wraps(fn)
     def call(bufs: Any, *args: Any, **kwargs: Any) -> Any:
-        gather = functools.partial(gather_for, dtype=dtype, grad_dtype=grad_dtype)
+        gather = functools.partial(gather_for, where="dbuf.gathered", dtype=dtype, grad_dtype=grad_dtype)
         if torch.compiler.is_compiling():
             return fn(_unpack_all(gather(bufs, again=True)), *args, **kwargs)
         if not _keeps_weights(bufs):

@@ -14,7 +14,7 @@ import torch
 
 from dbuf import mesh as meshes
 from dbuf.compat import register_constant
-from dbuf.errors import LayoutError, PlacementError, TreeError, explain
+from dbuf.errors import PlacementError, TreeError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import (
@@ -72,9 +72,15 @@ class BufferSpec:
     def __repr__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
         return (
-            f"BufferSpec({describe(self.placements)} on ({axes}), {len(self.tree.paths)} tensors, "
-            f"{self.layout.size} elements in {self.layout.dp_size} segments)"
+            f"BufferSpec({describe(self.placements)} on ({axes}), {_count(len(self.tree.paths), 'tensor')}, "
+            f"{_count(self.layout.size, 'element')} in {_count(self.layout.dp_size, 'segment')})"
         )
+
+    def __copy__(self) -> BufferSpec:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferSpec:
+        return self  # a constant: copies of a buffer share it
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """A name for generated code, bound to this object itself."""
@@ -228,10 +234,7 @@ class BufferSpec:
     ) -> BufferSpec:
         """The same tensors at other placements in another layout, given or to be planned; see `with_placements`."""
         target = normalize(placements, self.mesh.ndim, where)
-        if not isinstance(layout, GlobalLayout):
-            layout = plan_layout(self.global_shapes(), target, layout, self.layout.dp_size, self.layout.align, where)
-        if layout.tensor_shapes != self.layout.tensor_shapes:
-            _refuse_other_tensors(self, layout, where)
+        layout = plan_layout(self.global_shapes(), target, layout, self.layout.dp_size, self.layout.align, where)
         check_fits(layout, target, meshes.shape_of(self.mesh), where)
         for axis, (old, new) in enumerate(zip(self.placements, target, strict=True)):
             if isinstance(old, Partial) and isinstance(new, Partial) and old != new:
@@ -293,22 +296,14 @@ def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
     return step
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _rows_of(shape: Shape, numel: int) -> Shape:
     if not shape:
         return ()
     return (numel // math.prod(shape[1:]), *shape[1:])
-
-
-def _refuse_other_tensors(spec: BufferSpec, layout: GlobalLayout, where: str) -> NoReturn:
-    raise LayoutError(
-        explain(
-            where,
-            "the layout was planned for other tensors.",
-            got=f"shapes {layout.tensor_shapes}",
-            need=f"shapes {spec.layout.tensor_shapes}",
-            fix="plan the layout from this buffer's shapes: buf.layout.tensor_shapes",
-        )
-    )
 
 
 def _refuse_other_reduction(spec: BufferSpec, axis: int, target: Placements, where: str) -> NoReturn:

@@ -146,7 +146,7 @@ def _num_ranks(inputs: list[DBuffer], mean_over: Sequence[str] | str | None) -> 
     if mean_over is not None:
         axes = (mean_over,) if isinstance(mean_over, str) else tuple(mean_over)
         widest = max(inputs, key=_ranks_of)
-        return MeshSum(widest.spec.mesh, axes).num_ranks()
+        return MeshSum(widest.spec.mesh, axes, "dbuf.value_and_grad").num_ranks()
     sizes = {_ranks_of(buf) for buf in inputs}
     if len(sizes) > 1:
         raise TreeError(

@@ -14,7 +14,7 @@ import torch
 from dbuf import tree
 from dbuf.buffer import buffers, is_buffer
 from dbuf.errors import DbufError, PlacementError, TreeError, explain
-from dbuf.placement import Partial
+from dbuf.placement import Partial, describe
 from dbuf.spec import BufferSpec
 
 __all__ = [
@@ -146,6 +146,7 @@ def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufErro
     expected, structure = tree.flatten_with_paths(params, is_leaf=is_buffer)
     wrong: list[str] = []
     partial = False
+    target: Any = ()
     for name, other in others.items():
         found, other_structure = tree.flatten_with_paths(other, is_leaf=is_buffer)
         if other_structure != structure:
@@ -160,11 +161,12 @@ def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufErro
             )
         for (path, buf), (_, param) in zip(found, expected, strict=True):
             if is_buffer(buf) and is_buffer(param) and buf.spec != param.spec:
+                target = param.spec.placements
                 partial |= any(isinstance(placement, Partial) for placement in buf.spec.placements)
                 wrong.append(f"{name}{path} has {_difference(buf.spec, param.spec)}")
     if partial:
         what = "a gradient is not reduced yet"
-        fix = "grads = dbuf.redistribute(grads, <placements of params>)"
+        fix = f"dbuf.redistribute(grads, {_text(target)})"
     else:
         what = "buffers are not cut alike"
         fix = "dbuf.redistribute them to the placements and layout of params"
@@ -176,10 +178,15 @@ def _paths(keyed: list[tuple[str, Any]]) -> str:
     return ", ".join(path for path, _ in keyed) or "empty"
 
 
+def _text(part: Any) -> str:
+    """A part of a spec as one would write it: torch's own `Partial(sum)` cannot be pasted back."""
+    return describe(part) if isinstance(part, tuple) else repr(part)
+
+
 def _difference(got: BufferSpec, need: BufferSpec) -> str:
     """Name the first part in which two specs differ, with both sides of it."""
     for part in ("placements", "mesh", "layout"):
         a, b = getattr(got, part), getattr(need, part)
         if a != b:
-            return f"{part} {a!r}, params {b!r}"
+            return f"{part} {_text(a)}, params {_text(b)}"
     return "another tree of tensors than params"

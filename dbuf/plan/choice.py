@@ -32,7 +32,7 @@ def plan_layout(
                     "the layout was planned for other tensors.",
                     got=f"shapes {layout.tensor_shapes}",
                     need=f"shapes {shapes}",
-                    fix="plan the layout from these tensors' shapes, in the tree's order",
+                    fix="plan the layout from these shapes: buf.layout.tensor_shapes of a buffer",
                 )
             )
         return layout
@@ -68,6 +68,8 @@ def check_fits(layout: GlobalLayout, placements: Placements, mesh_shape: Shape, 
                 f"the layout does not fit {kind!r}.",
                 got=violation,
                 need=f"a layout whose cuts respect {kind!r}",
-                fix="layout=ShardLayout.PADDED, or a GlobalLayout from a planner, to move to one that fits",
+                fix="layout=dbuf.plan_tensor_atomic(shapes, dp_size, tensor_owners=...)"
+                if isinstance(kind, TensorAtomic)
+                else "layout=ShardLayout.PADDED, or a GlobalLayout from a planner, to move to one that fits",
             )
         )
