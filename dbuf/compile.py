@@ -16,7 +16,7 @@ from dbuf import mesh as meshes
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers
 from dbuf.creation import check
-from dbuf.donation import check_donation, write_back
+from dbuf.donation import check_donation, check_memory, write_back
 from dbuf.errors import DbufError, explain
 from dbuf.inspection import Report, read_graph
 
@@ -124,6 +124,8 @@ class Jitted(Generic[P, R]):
         if torch.compiler.is_compiling() or _disabled.get():  # inside another jit: part of its program
             return self.fn(*args, **kwargs)
         program = self._program(args, kwargs)
+        if self.donate_argnums:
+            check_memory(args, self.donate_argnums)
         # Any call may meet a new shape of the batch and compile.
         with compat.trace_autograd():
             return program.run(*args, **kwargs)  # type: ignore[no-any-return]
@@ -207,6 +209,7 @@ class _Program:
     def _schedule(self, graph: torch.fx.Graph) -> None:
         schedule.repeat_in_backward(graph)
         schedule.sink_gathers(graph)
+        schedule.anchor_padding(graph)
         self._report = read_graph(graph, self._axis_of_group)
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:

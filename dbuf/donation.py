@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from dbuf import tree as trees
 from dbuf.errors import DbufError, TreeError, explain
 
-__all__ = ["check_donation", "write_back"]
+__all__ = ["check_donation", "check_memory", "write_back"]
 
 _WHERE = "dbuf.jit"
 
@@ -62,7 +63,7 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
         difference = _first_difference(args[i], parts[k])
         if difference:
             raise TreeError(_unpaired(i, k, *difference))
-    _check_memory([leaf for i in donate_argnums for leaf in trees.leaves(args[i])])
+    check_memory(args, donate_argnums)
 
 
 def _first_difference(old: Any, new: Any) -> tuple[str, str] | None:
@@ -90,19 +91,18 @@ def _unpaired(argument: int, result: int, got: str, need: str) -> str:
     )
 
 
-def _check_memory(leaves: list[Any]) -> None:
-    seen: set[int] = set()
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or not leaf.numel():
-            continue
-        if leaf.data_ptr() in seen:
+def check_memory(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> None:
+    """Refuse donated tensors that share memory; run at every call, for equal specs do not tell them apart."""
+    tensors = [x for i in donate_argnums for x in trees.leaves(args[i]) if isinstance(x, torch.Tensor) and x.numel()]
+    tensors.sort(key=torch.Tensor.data_ptr)
+    for one, other in itertools.pairwise(tensors):
+        if one.data_ptr() + one.numel() * one.itemsize > other.data_ptr():
             _refuse(
                 "two donated tensors share memory, so one result would overwrite the other.",
-                got=f"{_form(leaf)} given twice",
+                got=f"{_form(one)} and {_form(other)}",
                 need="tensors with memory of their own",
                 fix="clone one of them before the first step",
             )
-        seen.add(leaf.data_ptr())
 
 
 def _refuse(what: str, *, got: str, need: str, fix: str) -> None:
