@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
+import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import dbuf
 from dbuf import tree
@@ -150,3 +156,81 @@ FAST = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads":
 
 def jit(fn: Callable[..., Any], **options: Any) -> dbuf.Jitted[..., Any]:
     return dbuf.jit(fn, options=FAST, **options)
+
+
+# Memory, as the allocator sees it.
+
+
+def memory_events(fn: Callable[..., Any]) -> list[tuple[int, int]]:
+    """`(bytes allocated, or freed if negative, address)` of all that `fn` does, in order.
+
+    A `record_function("mark")` inside `fn` becomes an event of 0 bytes.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        fn()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    found = []
+    for event in events:
+        if event.get("name") == "[memory]":
+            found.append((event["ts"], event["args"]["Bytes"], event["args"]["Addr"]))
+        elif event.get("name") == "mark":
+            found.append((event["ts"], 0, 0))
+    return [(nbytes, address) for _, nbytes, address in sorted(found)]
+
+
+def allocations(fn: Callable[..., Any]) -> list[int]:
+    """Bytes of everything that `fn` allocates."""
+    return [nbytes for nbytes, _ in memory_events(fn) if nbytes > 0]
+
+
+def alive(events: list[tuple[int, int]], nbytes: int) -> tuple[list[int], int]:
+    """How many allocations of exactly `nbytes` are alive at each mark, and the most at once."""
+    living: set[int] = set()
+    at_marks, most = [], 0
+    for size, address in events:
+        if size == nbytes:
+            living.add(address)
+        elif size == -nbytes:
+            living.discard(address)
+        elif size == 0:
+            at_marks.append(len(living))
+        most = max(most, len(living))
+    return at_marks, most
+
+
+_NEW = re.compile(r"(buf\d+) = empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.(\w+)\)")
+_COLLECTIVE = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(all_gather_into|reduce_scatter)_tensor\.")
+_SAME = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b")
+
+
+def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
+    """What the program holds after each line of its code: storage -> (kind, bytes).
+
+    The kinds are `"empty"`, `"all_gather_into"` and `"reduce_scatter"`. A profiler would miss what gloo's threads
+    free. Arguments are not counted. Code is Inductor's for one CPU program.
+    """
+    body = code[code.index("def call(") :]
+    sizes = dict(re.findall(r"assert_size_stride\((buf\d+), \((.*?)\), \(.*?\), 'torch\.ops\._c10d", body))
+    storage_of: dict[str, str] = {}
+    kind_of: dict[str, tuple[str, int]] = {}
+    out = []
+    for line in body.splitlines():
+        if new := _NEW.search(line):
+            name, size, dtype = new.groups()
+            storage_of[name], kind_of[name] = name, ("empty", _numel(size) * getattr(torch, dtype).itemsize)
+        elif new := _COLLECTIVE.search(line):
+            name, kind = new.groups()
+            storage_of[name], kind_of[name] = name, (kind, _numel(sizes[name]) * 4)
+        elif (same := _SAME.search(line)) and same.group(2) in storage_of:
+            storage_of[same.group(1)] = storage_of[same.group(2)]
+        for name in re.findall(r"\bdel (buf\d+)", line):
+            storage_of.pop(name, None)
+        out.append({storage: kind_of[storage] for storage in set(storage_of.values())})
+    return out
+
+
+def _numel(size: str) -> int:
+    return math.prod(int(n) for n in size.replace(" ", "").split(",") if n)

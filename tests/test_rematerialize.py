@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
-from torch.profiler import ProfilerActivity, profile
 
 import dbuf
 import models
 from dbuf import Replicate, RowAtomic, testing, tree
-from models import kept, shard_groups, share
+from models import alive, kept, memory_events, shard_groups, share
 
 
 def _both(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,38 +105,6 @@ def test_eager_gradients_are_those_of_kept_weights(ranks: int) -> None:
         assert got["calls"] == (LAYERS, 2 * LAYERS)
 
 
-def _memory(fn: Callable[..., Any]) -> list[tuple[int, int]]:
-    """`(bytes allocated, or freed if negative, address)` of everything that `fn` does, in order; marks are 0 bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        fn()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    found = []
-    for event in events:
-        if event.get("name") == "[memory]":
-            found.append((event["ts"], event["args"]["Bytes"], event["args"]["Addr"]))
-        elif event.get("name") == "between":
-            found.append((event["ts"], 0, 0))
-    return [(nbytes, address) for _, nbytes, address in sorted(found)]
-
-
-def _alive(events: list[tuple[int, int]], nbytes: int) -> tuple[list[int], int]:
-    """Allocations of exactly `nbytes` that are alive at each mark, and the most at once."""
-    alive: set[int] = set()
-    at_marks, most = [], 0
-    for size, address in events:
-        if size == nbytes:
-            alive.add(address)
-        elif size == -nbytes:
-            alive.discard(address)
-        elif size == 0:
-            at_marks.append(len(alive))
-        most = max(most, len(alive))
-    return at_marks, most
-
-
 def _eager_memory() -> dict[str, Any]:
     params, tokens = _start(4, width=24, hidden=40)
     full = params["block0"].layout.size * 4
@@ -151,13 +115,13 @@ def _eager_memory() -> dict[str, Any]:
             variables = tree.map(lambda x: x.detach().requires_grad_(), params)
             loss = models.language_loss(use)(variables, tokens)
             time.sleep(0.1)
-            with torch.profiler.record_function("between"):
+            with torch.profiler.record_function("mark"):
                 pass
             torch.autograd.grad(loss, tree.leaves(variables))
 
         run()
         # gloo's threads let go of what they gathered a little later; a weight that is kept is there every time.
-        out[name] = min(_alive(_memory(run), full)[0][0] for _ in range(4))
+        out[name] = min(alive(memory_events(run), full)[0][0] for _ in range(4))
     return out
 
 
@@ -391,7 +355,7 @@ def _compiled() -> dict[str, Any]:
         "compiled": [loss, models.whole(grads)],
         "eager": [eager_loss, models.whole(eager_grads)],
         "spans": [(order[source], *span) for code in codes for source, *span in lifetimes(code)],
-        "alive": _alive(_memory(lambda: jitted(params, tokens)), full)[1],
+        "alive": alive(memory_events(lambda: jitted(params, tokens)), full)[1],
     }
 
 
