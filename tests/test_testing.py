@@ -435,3 +435,32 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.slow
+def test_script_function_that_is_compiled_and_reads_ops(tmp_path: Path) -> None:
+    """A function of a script is sent by value: Dynamo must find its globals, and `.ops` must not mean `torch.ops`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            import torch.nn.functional as F
+            import dbuf
+            import dbuf.testing
+
+            def loss(p, x):
+                return F.linear(x, p["w"]).sum()
+
+            def work():
+                mesh = dbuf.init_mesh(("dp",), device_type="cpu")
+                buf = dbuf.shard({"w": torch.ones(4, 3)}, mesh, dbuf.RowAtomic())
+                step = dbuf.jit(dbuf.value_and_grad(dbuf.gathered(loss)))
+                return step(buf, torch.ones(2, 3))[0].item(), step.inspect(buf, torch.ones(2, 3)).ops["aten.mm"]
+
+            print(dbuf.testing.run(work, world_size=2))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("[(24.0, 2), (24.0, 2)]"), done.stderr

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from collections import ChainMap
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+import torch
 
 from dbuf.testing.protocol import load_cloudpickle
 
@@ -31,8 +37,9 @@ class Sender:
         for module in added:
             cloudpickle.register_pickle_by_value(module)
         try:
-            data: bytes = cloudpickle.dumps(value)
-            return data
+            buffer = io.BytesIO()
+            _pickler_class()(buffer).dump(value)
+            return buffer.getvalue()
         finally:
             for module in added:
                 cloudpickle.unregister_pickle_by_value(module)
@@ -49,6 +56,21 @@ class Sender:
             elif module.__name__ == name:
                 hidden.append(module)
         return hidden
+
+
+def _pickler_class() -> Any:
+    """cloudpickle's, which sends along a submodule for any attribute of its name, and takes `.ops` for `torch.ops`."""
+    base: Any = load_cloudpickle().Pickler
+    table = ChainMap({type(torch.ops): _by_name}, base.dispatch_table)
+    return type("Pickler", (base,), {"dispatch_table": table})
+
+
+def _by_name(module: ModuleType) -> tuple[Callable[[], ModuleType], tuple[()]]:
+    return _torch_ops, ()
+
+
+def _torch_ops() -> ModuleType:
+    return torch.ops
 
 
 def is_importable(name: str, module: ModuleType) -> bool:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
@@ -74,11 +75,19 @@ def _run_case(case: Case) -> Answer:
     try:
         _enter(case)
         fn, args = cloudpickle.loads(case.payload)
+        _adopt_main(fn)
         return Answer(True, cloudpickle.dumps(fn(*args)))
     except BaseException:  # also SystemExit and a test library's own control flow: the caller decides
         return Answer(False, traceback.format_exc().encode())
     finally:
         _tidy()
+
+
+def _adopt_main(fn: Callable[..., object]) -> None:
+    """Give `__main__` the globals of a function that was sent by value: Dynamo looks them up there."""
+    if getattr(fn, "__module__", None) == "__main__":
+        main_names = vars(sys.modules["__main__"])
+        main_names.update((k, v) for k, v in getattr(fn, "__globals__", {}).items() if not k.startswith("__"))
 
 
 def _enter(case: Case) -> None:
