@@ -72,7 +72,7 @@ def shard(
         None; with `broadcast_from`, one broadcast of the whole flat buffer over the mesh, outside any trace.
 
     Gradient:
-        Zeros outside this rank's part.
+        Zeros outside this rank's part. With `broadcast_from` none: the values are taken, not differentiated.
 
     Example:
         >>> import dbuf

@@ -639,3 +639,13 @@ def test_pytorch_195635_a_second_batch_size_does_not_make_the_packing_dynamic() 
     for compiles, symbols, dynamic in run(second_batch_size, world_size=2):
         assert compiles == 2 and symbols, "the second batch size should give one dynamic program"
         assert dynamic == []
+
+
+def test_another_kind_of_shard_is_no_gather() -> None:
+    """Changing the kind of shard moves nothing when the layout fits both, but it is `redistribute`'s to say so."""
+    mesh = dbuf.init_mesh(("dp",), device_type="cpu")
+    buf = dbuf.shard({"w": torch.ones(4, 2)}, mesh, dbuf.RowAtomic())
+    for move in (dbuf.allgather, dbuf.reduce_scatter, dbuf.allreduce, dbuf.view):
+        with pytest.raises(dbuf.PlacementError, match="dbuf.redistribute"):
+            move(buf, dbuf.BlockAtomic(2))
+    assert dbuf.redistribute(buf, dbuf.BlockAtomic(2)).placements == (dbuf.BlockAtomic(2),)
