@@ -91,7 +91,7 @@ def inspect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         The report; `print` it, or count with it.
 
     Communication:
-        None beyond the exchange before a first run.
+        Before a first run one small exchange, so all ranks call it alike.
     """
     jitted = fn if isinstance(fn, Jitted) else jit(fn)
     return jitted.inspect(*args, **kwargs)

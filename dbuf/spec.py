@@ -282,15 +282,12 @@ def _planned_steps(
         coordinate,
     )
     rows = {hop.row.function for hop in hops}
-    if any(is_sharded(old) and is_sharded(new) and old != new for old, new in _axes(source, target)):
+    pairs = zip(source.placements, target.placements, strict=True)
+    if any(is_sharded(old) and is_sharded(new) and old != new for old, new in pairs):
         rows.add("redistribute")  # another kind of shard, even where it moves nothing
     if function != "redistribute" and rows - {function}:
         _refuse_other_rows(source, target, function, where, sorted(rows - {function}))
     return tuple(step for hop in hops for step in hop.steps)
-
-
-def _axes(source: BufferSpec, target: BufferSpec) -> zip[tuple[Placement, Placement]]:
-    return zip(source.placements, target.placements, strict=True)
 
 
 def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -646,6 +646,6 @@ def test_another_kind_of_shard_is_no_gather() -> None:
     mesh = dbuf.init_mesh(("dp",), device_type="cpu")
     buf = dbuf.shard({"w": torch.ones(4, 2)}, mesh, dbuf.RowAtomic())
     for move in (dbuf.allgather, dbuf.reduce_scatter, dbuf.allreduce, dbuf.view):
-        with pytest.raises(dbuf.PlacementError, match="dbuf.redistribute"):
+        with pytest.raises(dbuf.PlacementError, match=r"dbuf\.redistribute"):
             move(buf, dbuf.BlockAtomic(2))
     assert dbuf.redistribute(buf, dbuf.BlockAtomic(2)).placements == (dbuf.BlockAtomic(2),)
