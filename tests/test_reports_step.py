@@ -32,15 +32,16 @@ def _graphs() -> dict[str, Any]:
     ddp = shard_groups(models.weights(1), _mesh(), Replicate())
     zero3 = shard_groups(models.weights(1), _mesh(), RowAtomic())
     half = functools.partial(dbuf.gathered, dtype=torch.bfloat16)
+    mesh = _mesh()
 
     def ddp_step(params: Any, tokens: torch.Tensor) -> Any:
         loss, grads = dbuf.value_and_grad(models.language_loss())(params, tokens)
         assert all(g.placements == (Partial("sum"),) for g in grads.values())
-        return tree.map(lambda p, g: p - 0.1 * g, params, dbuf.allreduce(grads)), dbuf.pmean(loss, _mesh())
+        return tree.map(lambda p, g: p - 0.1 * g, params, dbuf.allreduce(grads)), dbuf.pmean(loss, mesh)
 
     def zero3_step(params: Any, tokens: torch.Tensor) -> Any:
         loss, grads = dbuf.value_and_grad(models.language_loss(half))(params, tokens)
-        return tree.map(lambda p, g: p - 0.1 * g, params, grads), dbuf.pmean(loss, _mesh())
+        return tree.map(lambda p, g: p - 0.1 * g, params, grads), dbuf.pmean(loss, mesh)
 
     steps = {"ddp": (ddp_step, ddp), "zero3": (zero3_step, zero3)}
     out = {}

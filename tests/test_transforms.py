@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbuf
 import models
@@ -64,7 +66,7 @@ def test_equal_to_one_process_on_the_whole_batch(placement: Any, dual: Any, rank
 
 def _rules() -> dict[str, Any]:
     mesh = dbuf.init_mesh(("dp",))
-    rank, ranks = mesh.get_rank(), mesh.size()
+    rank = mesh.get_rank()
     w = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), "b": torch.tensor([0.5, -1.0, 2.0])}
     x = torch.tensor([1.0, 2.0]) + rank
     a, b = (dbuf.shard(w, mesh, RowAtomic()) for _ in range(2))
@@ -218,6 +220,33 @@ def test_refused_inside_torch_func(outer: Any) -> None:
 
     with pytest.raises(DbufError, match=r"called inside a torch.func transform"):
         outer(fn, buf.local)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations in eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_unpack_backward_is_one_concatenation() -> None:
+    """64 leaves of 65,536 floats: a slice a leaf would pad 64 gradients to full size and add them up."""
+    buf = dbuf.shard({f"w{i}": torch.ones(256, 256) for i in range(64)}, dbuf.init_mesh(("dp",)), RowAtomic())
+
+    def step(buf: Any) -> Any:
+        return dbuf.grad(lambda p: sum(leaf.sum() * i for i, leaf in enumerate(dbuf.unpack(p).values())))(buf)
+
+    with _Count() as seen:
+        grads = step(buf)
+    testing.assert_bitwise(grads.local, torch.arange(64.0).repeat_interleave(65536))
+    for ops in (seen.ops, dbuf.inspect(step, buf).ops):
+        assert ops["aten.cat"] == 1
+        assert not {"aten.slice_backward", "aten.slice_scatter", "aten.slice", "aten.narrow"} & set(ops)
 
 
 def test_inputs_are_not_touched() -> None:
