@@ -54,9 +54,7 @@ def coordinates(mesh_shape: Sequence[int]) -> list[Coordinate]:
     return list(itertools.product(*map(range, mesh_shape)))
 
 
-def span(
-    layout: GlobalLayout, placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> Span:
+def span(layout: GlobalLayout, placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Span:
     """Start and stop of a rank's part: the buffer is cut from the innermost axis to the outermost."""
     segments = list(range(len(layout.rank_to_offset)))
     for axis in reversed(range(len(mesh_shape))):
@@ -305,7 +303,8 @@ def value_and_grad(
     for batch in batches:
         leaves = [tensor.double().requires_grad_() for tensor in content(buf)]
         value = loss(_fill(buf.tree, leaves), batch.double())
-        grads = torch.autograd.grad(value, leaves)
+        grads = torch.autograd.grad(value, leaves, allow_unused=True)
+        grads = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, leaves, strict=True)]
         scale = 1 / len(batches) if reduction == "mean" else 1
         gradients.append(_fill(buf.tree, [scale * grad for grad in grads]))
         losses.append(value.detach().to(dtype))
