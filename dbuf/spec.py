@@ -57,14 +57,14 @@ class BufferSpec:
         self._hash = hash((mesh, placements, layout, tree))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, BufferSpec)
-            and self._hash == other._hash
-            and self.placements == other.placements
-            and self.layout == other.layout
-            and self.mesh == other.mesh
-            and self.tree == other.tree
-        )
+        if self is other or not isinstance(other, BufferSpec):
+            return self is other
+        mine = (self._hash, self.placements, self.layout, self.mesh, self.tree)
+        if mine != (other._hash, other.placements, other.layout, other.mesh, other.tree):
+            return False
+        # Equal parts become one object: a guard that compares them at every call costs nothing a tensor.
+        self.layout, self.tree = other.layout, other.tree
+        return True
 
     def __hash__(self) -> int:
         return self._hash
