@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import dbuf
@@ -47,6 +48,7 @@ def _hsdp() -> dict[str, Any]:
     return {"report": report, "compiles": jitted.compiles, "text": str(report)}
 
 
+@pytest.mark.slow
 def test_a_hybrid_step_worked_out_by_hand() -> None:
     for got in testing.run(_hsdp, world_size=4):
         report: Report = got["report"]
