@@ -7,13 +7,16 @@ import json
 import math
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbuf
 from dbuf import tree
@@ -161,44 +164,39 @@ def jit(fn: Callable[..., Any], **options: Any) -> dbuf.Jitted[..., Any]:
 # Memory, as the allocator sees it.
 
 
-def memory_events(fn: Callable[..., Any]) -> list[tuple[int, int]]:
-    """`(bytes allocated, or freed if negative, address)` of all that `fn` does, in order.
-
-    A `record_function("mark")` inside `fn` becomes an event of 0 bytes.
-    """
+def allocations(fn: Callable[..., Any]) -> list[int]:
+    """Bytes of everything that `fn` allocates in this thread."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         fn()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         seen.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    found = []
-    for event in events:
-        if event.get("name") == "[memory]":
-            found.append((event["ts"], event["args"]["Bytes"], event["args"]["Addr"]))
-        elif event.get("name") == "mark":
-            found.append((event["ts"], 0, 0))
-    return [(nbytes, address) for _, nbytes, address in sorted(found)]
+    sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
+    return [nbytes for nbytes in sizes if nbytes > 0]
 
 
-def allocations(fn: Callable[..., Any]) -> list[int]:
-    """Bytes of everything that `fn` allocates."""
-    return [nbytes for nbytes, _ in memory_events(fn) if nbytes > 0]
+class Gathers(TorchDispatchMode):
+    """While it is open, remembers the memory of every all-gather's result, without holding it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, StorageWeakRef]] = []
 
-def alive(events: list[tuple[int, int]], nbytes: int) -> tuple[list[int], int]:
-    """How many allocations of exactly `nbytes` are alive at each mark, and the most at once."""
-    living: set[int] = set()
-    at_marks, most = [], 0
-    for size, address in events:
-        if size == nbytes:
-            living.add(address)
-        elif size == -nbytes:
-            living.discard(address)
-        elif size == 0:
-            at_marks.append(len(living))
-        most = max(most, len(living))
-    return at_marks, most
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "all_gather_into_tensor" in str(func):
+            self.made.append((out.nbytes, StorageWeakRef(out.untyped_storage())))
+        return out
+
+    def alive(self, nbytes: int, patience_s: float = 0.5) -> int:
+        """How many of that size still exist, once gloo's threads have let go of theirs."""
+        deadline = time.monotonic() + patience_s
+        while count := sum(size == nbytes and not ref.expired() for size, ref in self.made):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        return count
 
 
 _NEW = re.compile(r"(buf\d+) = empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.(\w+)\)")

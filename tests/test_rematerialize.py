@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import dbuf
 import models
 from dbuf import Replicate, RowAtomic, testing, tree
-from models import alive, kept, memory_events, shard_groups, share
+from models import Gathers, kept, shard_groups, share
 
 
 def _both(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,31 +104,21 @@ def test_eager_gradients_are_those_of_kept_weights(ranks: int) -> None:
         assert got["calls"] == (LAYERS, 2 * LAYERS)
 
 
-def _eager_memory() -> dict[str, Any]:
+def _eager_memory() -> dict[str, int]:
     params, tokens = _start(4, width=24, hidden=40)
     full = params["block0"].layout.size * 4
     out = {}
     for name, use in USES.items():
-
-        def run(use: Callable[..., Any] = use) -> None:
-            variables = tree.map(lambda x: x.detach().requires_grad_(), params)
+        variables = tree.map(lambda x: x.detach().requires_grad_(), params)
+        with Gathers() as gathers:
             loss = models.language_loss(use)(variables, tokens)
-            time.sleep(0.1)
-            with torch.profiler.record_function("mark"):
-                pass
-            torch.autograd.grad(loss, tree.leaves(variables))
-
-        run()
-        # gloo's threads let go of what they gathered a little later; a weight that is kept is there every time.
-        out[name] = min(alive(memory_events(run), full)[0][0] for _ in range(4))
+        out[name] = gathers.alive(full)
+        torch.autograd.grad(loss, tree.leaves(variables))
     return out
 
 
 def test_no_full_weight_among_saved_tensors() -> None:
-    """autoparallel#410, #469, P#146693: counted in the allocator, between the forward and the backward.
-
-    Blocks' weights are the only allocations of their size.
-    """
+    """autoparallel#410, #469, P#146693: after the forward of four blocks, whose memory is what `kept` shows."""
     for got in testing.run(_eager_memory, world_size=2):
         assert got == {"kept": 4, "gathered": 0, "both": 0, "inside out": 0}
 
