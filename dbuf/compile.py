@@ -210,6 +210,7 @@ class _Program:
         schedule.repeat_in_backward(graph)
         schedule.sink_gathers(graph)
         schedule.anchor_padding(graph)
+        schedule.take_before_writing(graph)
         self._report = read_graph(graph, self._axis_of_group)
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:

@@ -23,10 +23,18 @@ def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...])
     if not donate_argnums:
         return out
     parts = list(out) if isinstance(out, tuple | list) else [out]
+    pairs = [
+        (old, new)
+        for k, i in enumerate(donate_argnums)
+        for old, new in zip(trees.leaves(args[i]), trees.leaves(parts[k]), strict=True)
+        if isinstance(old, torch.Tensor) and old is not new
+    ]
+    # All results are taken before any is written: one may be another donated argument, or a view of it. Inductor
+    # drops the clone of anything else.
+    taken = [new.clone() for _, new in pairs]
+    for (old, _), new in zip(pairs, taken, strict=True):
+        old.copy_(new)
     for k, i in enumerate(donate_argnums):
-        for old, new in zip(trees.leaves(args[i]), trees.leaves(parts[k]), strict=True):
-            if isinstance(old, torch.Tensor) and old is not new:
-                old.copy_(new)
         parts[k] = args[i]
     return type(out)(parts) if type(out) in (tuple, list) else _rebuild(out, parts)
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from dbuf.collectives import GATHER_MARK
 from dbuf.compat import node_draws_random, node_is_backward, node_is_recomputed, node_mark, node_region
 
-__all__ = ["anchor_padding", "repeat_in_backward", "sink_gathers"]
+__all__ = ["anchor_padding", "repeat_in_backward", "sink_gathers", "take_before_writing"]
 
 
 def repeat_in_backward(graph: Graph) -> int:
@@ -163,6 +163,40 @@ def _zero_from(graph: Graph, node: Node) -> Node:
     pair = [_call(graph, op, first, first) for op in (torch.ops.aten.ne.Tensor, torch.ops.aten.eq.Tensor)]
     never = _call(graph, torch.ops.aten.bitwise_and.Tensor, *pair)
     return _call(graph, torch.ops.prims.convert_element_type.default, never, node.meta["val"].dtype)
+
+
+def take_before_writing(graph: Graph) -> int:
+    """Read a donated tensor that is itself a result before anything is written over it.
+
+    Inductor drops the clone of a result that is another donated argument (2.13, 2.14), and then reads that argument
+    after its own result has been written there: `(params, previous) -> (new, params)` would return `new` twice.
+
+    Args:
+        graph: A flat graph that ends with copies into its inputs, changed in place.
+
+    Returns:
+        The number of results read early.
+    """
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    written = {node.args[0] for node in writes}
+    early = [(node, node.args[1]) for node in writes if _origin(node.args[1]) in written - {node.args[0]}]
+    for node, source in early:
+        with graph.inserting_before(writes[0]):
+            # By arithmetic, since copies that change nothing are dropped. Multiplying by one keeps every number.
+            if source.meta["val"].dtype == torch.bool:
+                taken = graph.call_function(torch.ops.aten.logical_or.default, (source, source))
+            else:
+                taken = graph.call_function(torch.ops.aten.mul.Tensor, (source, 1))
+            taken.meta["val"] = source.meta["val"]
+        node.args = (node.args[0], taken)
+    return len(early)
+
+
+def _origin(node: Node) -> Node:
+    """The node whose numbers a chain of views and copies hands on."""
+    while node.op == "call_function" and (_keeps_values(node) or node.target is torch.ops.aten.clone.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _call(graph: Graph, op: Any, *args: Any) -> Node:

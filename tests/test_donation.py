@@ -81,13 +81,31 @@ def _swap(a: Any, b: Any) -> tuple[Any, Any]:
     return b, a
 
 
-@pytest.mark.xfail(strict=True, reason="torch 2.13: Inductor drops the clones of an in-place swap and reads b twice")
 def test_results_that_are_other_donated_arguments_do_not_overwrite_each_other() -> None:
     """`(b, a)` from donated `(a, b)`: each must get the other's old numbers."""
     a, b = _state(4)[0], _state(4)[2]
     old_a, old_b = a["a"].local.clone(), b["a"].local.clone()
     new_a, new_b = models.jit(_swap, donate_argnums=(0, 1))(a, b)
     testing.assert_bitwise((new_a["a"].local, new_b["a"].local), (old_b, old_a))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a, b: (_twice(a), a),
+        lambda a, b: (_twice(a), tree.map(torch.clone, a)),
+        lambda a, b: (tree.map(torch.clone, b), tree.map(torch.clone, a)),
+        lambda a, b: (_twice(b), _twice(a)),
+        lambda a, b: (b, tree.map(lambda x: x.view(2, -1).flatten(), a)),
+    ],
+    ids=["previous", "clone", "swap of clones", "computed", "view"],
+)
+def test_a_donated_argument_as_another_result_keeps_its_old_numbers(fn: Any) -> None:
+    """`(params, previous) -> (new, params)`: Inductor drops the copy and would read `params` after the update."""
+    given = _state(4)[0], _state(4)[2]
+    expected = [buf.local.clone() for result in fn(*given) for buf in result.values()]
+    got = [buf.local for result in models.jit(fn, donate_argnums=(0, 1))(*given) for buf in result.values()]
+    testing.assert_bitwise(got, expected)
 
 
 def _twice(buf: Any) -> Any:
