@@ -101,6 +101,28 @@ def buffers(tree: Any) -> list[DBuffer]:
     return [leaf for leaf in trees.leaves(tree, is_leaf=is_buffer) if isinstance(leaf, DBuffer)]
 
 
+def require_buffers(tree: Any, where: str) -> list[DBuffer]:
+    """The buffers of a tree that may hold nothing else; `None` holds no buffer.
+
+    Raises:
+        TreeError: Names every other leaf. Not while tracing: `jit` has tried the function out by then.
+    """
+    if not torch.compiler.is_compiling():
+        named = trees.flatten_with_paths(tree, is_leaf=is_buffer)[0]
+        bad = [f"bufs{path}: {type(leaf).__name__}" for path, leaf in named if leaf is not None and not is_buffer(leaf)]
+        if bad:
+            raise TreeError(
+                explain(
+                    where,
+                    "not every leaf is a DBuffer.",
+                    got="\n".join(bad),
+                    need="a pytree of DBuffers",
+                    fix="dbuf.shard(tensors, mesh, placements)",
+                )
+            )
+    return buffers(tree)
+
+
 def unpack(buf: DBuffer) -> Any:
     """The user's tree of tensors, as this rank holds them.
 
@@ -255,9 +277,10 @@ def cast(bufs: Any, dtype: torch.dtype) -> Any:
     Returns:
         New buffers; one that has the dtype already is itself.
     """
+    require_buffers(bufs, "dbuf.cast")
 
-    def change(buf: Any) -> Any:
-        return DBuffer(buf.local.to(dtype), buf.spec) if is_buffer(buf) and buf.local.dtype != dtype else buf
+    def change(buf: DBuffer | None) -> DBuffer | None:
+        return buf if buf is None or buf.local.dtype == dtype else DBuffer(buf.local.to(dtype), buf.spec)
 
     return trees.map(change, bufs, is_leaf=is_buffer)
 

@@ -6,6 +6,7 @@ private part of torch; `tests/test_compat.py` names each of these and fails when
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -62,14 +63,35 @@ def register_constant(cls: type[_T], members: tuple[str, ...]) -> type[_T]:
     """Make instances of `cls` compile-time constants that Dynamo guards by one `__eq__`.
 
     The named methods run for real while tracing, and their results are constants of the program. torch 2.13 calls
-    this `register_opaque_type(typ="value")`, 2.14 `register_custom_class(typ="constant")`.
+    this `register_opaque_type(typ="value")`, 2.14 `register_custom_class(typ="constant")`. A class without an
+    `__fx_repr__` of its own, the expression that stands for it in generated code, is found again by its hash.
     """
+    if not hasattr(cls, "__fx_repr__"):
+        cls.__fx_repr__ = _name_constant  # type: ignore[attr-defined]
     table = {name: opaque_object.MemberType.USE_REAL for name in members}
     if hasattr(opaque_object, "register_custom_class"):
         opaque_object.register_custom_class(cls, typ="constant", members=table)
     else:
         opaque_object.register_opaque_type(cls, typ="value", members=table)
     return cls
+
+
+@functools.cache
+def _constants() -> dict[str, Any]:
+    """What generated code may ask for by name; a program keeps its constants as long as it lives."""
+    return {}
+
+
+def constant(name: str) -> Any:
+    """The object that `_name_constant` gave this name; torch's caches can import this function, but no instance."""
+    return _constants()[name]
+
+
+def _name_constant(self: Any) -> tuple[str, dict[str, Any]]:
+    name = f"{type(self).__name__}_{hash(self) & 0xFFFFFFFFFFFFFFFF:x}"
+    while _constants().setdefault(name, self) != self:
+        name += "_"
+    return f"constant({name!r})", {"constant": constant}
 
 
 class trace_autograd:

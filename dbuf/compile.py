@@ -139,7 +139,10 @@ class Jitted(Generic[P, R]):
         key = trees.signature((args, kwargs))
         program = self._programs.get(key)
         if program is None:
-            check((args, kwargs), f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})")
+            check(
+                {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs},
+                f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})",
+            )
             self._try_out(args, kwargs)
             program = _Program(self.fn, self.donate_argnums, self._dynamic, self._options, args, kwargs)
             self._programs[key] = program

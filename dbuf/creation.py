@@ -110,10 +110,6 @@ class _Request:
     def __hash__(self) -> int:
         return hash((self.mesh, self.shapes))
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        name = f"dbuf_request_{hash(self) & 0xFFFFFFFFFFFF:x}"
-        return name, {name: self}
-
     def spec(self) -> BufferSpec:
         placements = normalize(self.placements, self.mesh.ndim, _WHERE)
         dp_size = self.mesh.size() if self.dp_size is None else self.dp_size

@@ -205,11 +205,6 @@ class MeshSum:
     def __hash__(self) -> int:
         return hash((self.mesh, self.axes))
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """A name for generated code, bound to this object itself."""
-        name = f"dbuf_sum_{hash(self) & 0xFFFFFFFFFFFF:x}"
-        return name, {name: self}
-
     def num_ranks(self) -> int:
         """Ranks that the sum runs over."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)

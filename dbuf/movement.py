@@ -12,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from dbuf import tree as trees
-from dbuf.buffer import DBuffer, is_buffer
+from dbuf.buffer import DBuffer, is_buffer, require_buffers
 from dbuf.collectives import move
-from dbuf.errors import DbufError, PlacementError, TreeError, explain
+from dbuf.errors import DbufError, PlacementError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.placement import Placement, Placements, ShardLayout, describe, is_placement
 from dbuf.plan.route import split
@@ -211,22 +211,24 @@ def _move_all(
 ) -> Any:
     where = where or f"dbuf.{function}"
     leaves, treespec = trees.flatten(bufs, is_leaf=is_buffer)
-    _check_buffers(leaves, bufs, where)
+    require_buffers(bufs, where)
     if placements is None and default is not None:
-        wanted = [default(buf.spec) for buf in leaves]
+        wanted: list[Any] = [None if buf is None else default(buf.spec) for buf in leaves]
     else:
         wanted = trees.broadcast_prefix(
             placements, bufs, is_prefix_leaf=_is_placement_spec, is_leaf=is_buffer, where=where
         )
     planned = []
     for i, (buf, spec) in enumerate(zip(leaves, wanted, strict=True)):
+        if buf is None:
+            continue
         target = _target(buf, spec, layout, _Place(where, bufs, i))
         steps = _route(buf, target, function, _Place(where, bufs, i))
         if not buf.local.is_floating_point() and any([step[0] == "scale" for step in steps]):
             _refuse_average_of_integers(buf, where)
         planned.append((buf, target, steps))
-    moved = _run(planned, function, dtype, grad_dtype, again)
-    return trees.unflatten(moved, treespec)
+    moved = iter(_run(planned, function, dtype, grad_dtype, again))
+    return trees.unflatten([None if buf is None else next(moved) for buf in leaves], treespec)
 
 
 def _run(
@@ -304,26 +306,6 @@ def _is_placement_spec(node: object) -> bool:
     if isinstance(node, tuple):
         return len(node) > 0 and all([is_placement(p) for p in node])
     return is_placement(node)
-
-
-def _check_buffers(leaves: list[Any], bufs: Any, where: str) -> None:
-    if torch.compiler.is_compiling():
-        return
-    bad = [
-        f"bufs{path}: {type(leaf).__name__}"
-        for path, leaf in trees.flatten_with_paths(bufs, is_leaf=is_buffer)[0]
-        if not is_buffer(leaf)
-    ]
-    if bad:
-        raise TreeError(
-            explain(
-                where,
-                "not every leaf is a DBuffer.",
-                got="\n".join(bad),
-                need="a pytree of DBuffers",
-                fix="dbuf.shard(tensors, mesh, placements)",
-            )
-        )
 
 
 def _refuse_average_of_integers(buf: DBuffer, where: str) -> NoReturn:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dbuf import tree as trees
-from dbuf.buffer import DBuffer, buffers
+from dbuf.buffer import DBuffer, require_buffers
 from dbuf.collectives import move
-from dbuf.errors import PlacementError, TreeError, explain
+from dbuf.errors import PlacementError, explain
 from dbuf.mesh import DeviceMesh, MeshSum
 from dbuf.plan.route import Steps
 from dbuf.spec import refuse_partial
@@ -101,7 +101,7 @@ def all_finite(bufs: Any) -> torch.Tensor:
         One all-reduce of one element for each axis of each mesh.
     """
     counts: dict[DeviceMesh, Any] = {}
-    for buf in _require(bufs, "dbuf.all_finite"):
+    for buf in require_buffers(bufs, "dbuf.all_finite"):
         bad = buf.local.new_zeros((), dtype=torch.float32)
         for start, numel in buf.spec.content_runs():
             bad = bad + (~torch.isfinite(buf.local[start : start + numel])).sum()
@@ -152,7 +152,7 @@ def _sum(x: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 def _sum_over_content(a: Any, b: Any, where: str) -> torch.Tensor:
     """Products summed on each rank first, then one small all-reduce for each set of sharded axes."""
-    lefts, rights = _require(a, where), _require(b, where)
+    lefts, rights = require_buffers(a, where), require_buffers(b, where)
     _require_equal_specs(lefts, rights, where)
     sums: dict[Steps, torch.Tensor] = {}
     for left, right in zip(lefts, rights, strict=True):
@@ -176,22 +176,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _square_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wide = _wide(a.dtype)
     return (a.to(wide) * b.to(wide)).sum()
-
-
-def _require(bufs: Any, where: str) -> list[DBuffer]:
-    leaves = trees.leaves(bufs, is_leaf=lambda node: isinstance(node, DBuffer))
-    if len(buffers(bufs)) != len(leaves):
-        kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, DBuffer)})
-        raise TreeError(
-            explain(
-                where,
-                "not every leaf is a DBuffer.",
-                got=", ".join(kinds),
-                need="a pytree of DBuffers",
-                fix="pass the buffers alone",
-            )
-        )
-    return list(leaves)
 
 
 def _require_equal_specs(lefts: list[DBuffer], rights: list[DBuffer], where: str) -> None:

@@ -69,7 +69,7 @@ def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torc
 
 
 def _unpack_all(bufs: Any) -> Any:
-    return trees.map(unpack, bufs, is_leaf=is_buffer)
+    return trees.map(lambda buf: None if buf is None else unpack(buf), bufs, is_leaf=is_buffer)
 
 
 def _keeps_weights(bufs: Any) -> bool:

@@ -82,11 +82,6 @@ class BufferSpec:
     def __deepcopy__(self, memo: dict[int, Any]) -> BufferSpec:
         return self  # a constant: copies of a buffer share it
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """A name for generated code, bound to this object itself."""
-        name = f"dbuf_spec_{self._hash & 0xFFFFFFFFFFFF:x}"
-        return name, {name: self}
-
     # -- this rank's share -----------------------------------------------------------------------------------
 
     @cached_property

@@ -85,11 +85,13 @@ def value_and_grad(
             loss, aux = out if has_aux else (out, None)
             _check_loss(loss)
             ranks = _num_ranks(inputs, mean_over) if reduction == "mean" else 1
-            # Scaling the seed scales every gradient before any of them is reduced.
-            seed = torch.full_like(loss, 1.0 / ranks)
+            # Scaling the seed scales every gradient before any of them is reduced. 1 / 3 is no bf16 number, so a
+            # loss in low precision is seeded with one, and its gradients are scaled where they are more precise.
+            low = loss.dtype in (torch.bfloat16, torch.float16)
+            seed = torch.full_like(loss, 1.0 if low else 1.0 / ranks)
             grads = torch.autograd.grad(loss, variables, grad_outputs=seed, allow_unused=True)
         duals = [
-            DBuffer(torch.zeros_like(buf.local) if g is None else g, buf.spec.dual())
+            DBuffer(torch.zeros_like(buf.local) if g is None else g * (1.0 / ranks) if low else g, buf.spec.dual())
             for buf, g in zip(inputs, grads, strict=True)
         ]
         result = _regroup(chosen, duals)

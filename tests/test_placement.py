@@ -139,7 +139,7 @@ def test_normalize_accepts() -> None:
         ),
         ((R, "shard"), 2, ["axis 1 has no placement", "got:  'shard' (str)", "TensorAtomic()"]),
         (None, 1, ["got:  None (NoneType)"]),
-        (RowAtomic, 1, ["no placement that dbuf knows"]),
+        (RowAtomic, 1, ["has a class", "try:  RowAtomic(...), an instance"]),
     ],
 )
 def test_normalize_refuses(placements: tuple[Placement, ...], ndim: int, parts: list[str]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -238,3 +241,42 @@ def test_the_message_names_the_buffer_that_does_not_fit() -> None:
     tree = {"ok": shard([torch.ones(2)], R), "block3": shard([torch.ones(2)], dbuf.Partial("sum"))}
     with pytest.raises(dbuf.PlacementError, match=r"^dbuf\.view: bufs\['block3'\] cannot go"):
         dbuf.view(tree, S)
+
+
+def test_none_holds_no_buffer() -> None:
+    """A tree of buffers may have None where there is none, through every kind of function."""
+    mesh = dbuf.init_mesh(("dp",), device_type="cpu")
+    buf = dbuf.shard({"w": torch.ones(3, 2)}, mesh, dbuf.RowAtomic())
+    bufs = {"a": buf, "b": None}
+    assert dbuf.allgather(bufs)["b"] is None
+    assert dbuf.redistribute(bufs, {"a": dbuf.Replicate(), "b": dbuf.Replicate()})["a"].placements == (
+        dbuf.Replicate(),
+    )
+    assert dbuf.cast(bufs, torch.bfloat16)["a"].dtype == torch.bfloat16
+    assert dbuf.global_norm(bufs) == dbuf.global_norm(buf)
+    loss, grads = dbuf.value_and_grad(dbuf.gathered(lambda p: p["a"]["w"].sum()))(bufs)
+    assert loss == 6.0 and grads["b"] is None and torch.equal(grads["a"].local, torch.ones(6))
+    with pytest.raises(dbuf.TreeError, match="not every leaf is a DBuffer"):
+        dbuf.cast({"a": torch.ones(2)}, torch.bfloat16)
+
+
+def test_a_buffer_is_not_a_dict() -> None:
+    """The likeliest slip of a newcomer: weights used without `gathered`."""
+    mesh = dbuf.init_mesh(("dp",), device_type="cpu")
+    buf = dbuf.shard({"w": torch.ones(3, 2)}, mesh, dbuf.RowAtomic())
+    with pytest.raises(dbuf.TreeError, match=r"dbuf\.gathered"):
+        buf["w"]
+
+
+@pytest.mark.slow
+def test_a_new_spec_leaves_a_compiled_function_in_silence(tmp_path: Path) -> None:
+    """torch's cache of programs imports what a graph names: a spec is named by a function that can be imported."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, dbuf\n"
+        "buf = dbuf.shard({'w': torch.ones(3, 2)}, dbuf.init_mesh(('dp',), device_type='cpu'), dbuf.RowAtomic())\n"
+        "print(torch.compile(dbuf.allgather, fullgraph=True)(buf).placements)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"{(R,)}\n"
+    assert "pickle" not in done.stderr and "Traceback" not in done.stderr
