@@ -245,7 +245,7 @@ def _graphs() -> dict[str, Any]:
     def look(name: str, fn: Callable[..., Any], *args: Any) -> None:
         looked.append(name)
         if len(looked) % ranks != rank:
-            dbuf.check((args, {}))  # the exchange of the rank that does look
+            dbuf.check({f"argument {i}": arg for i, arg in enumerate(args)})  # the exchange of the rank that does look
             return
         report = dbuf.inspect(fn, *args)
         wire = {c.kind: str(c.dtype).removeprefix("torch.") for c in report.sequence}
