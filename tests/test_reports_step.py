@@ -50,7 +50,7 @@ def _graphs() -> dict[str, Any]:
             report = dbuf.inspect(step, params, _tokens())
             out[name] = (report.collectives, report.scalars, report.graph_breaks, report.sequence)
         else:
-            dbuf.check(((params, _tokens()), {}))
+            dbuf.check({"argument 0": params, "argument 1": _tokens()})
     return out
 
 
