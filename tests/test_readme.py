@@ -30,8 +30,9 @@ def _id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def _run_file(file: str) -> None:
-    runpy.run_path(file, run_name="__main__")
+def _run_file(file: str, name: str) -> None:
+    # A name of its own, and not `__main__`: Dynamo remembers the module that it first found by a name.
+    runpy.run_path(file, run_name=name)
 
 
 def _anchors(page: Path) -> set[str]:
@@ -80,7 +81,7 @@ def test_marked_samples_run(page: Path, ranks: int, tmp_path: Path) -> None:
     for i, code in enumerate(_blocks(page, runnable=True)):
         file = tmp_path / f"sample_{i}.py"
         file.write_text(code)
-        dbuf.testing.run(_run_file, str(file), world_size=ranks)
+        dbuf.testing.run(_run_file, str(file), f"{page.stem}_{i}_on_{ranks}", world_size=ranks)
 
 
 def test_whole_samples_are_run() -> None:
