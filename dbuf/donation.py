@@ -55,7 +55,7 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
 
     Raises:
         TreeError: A donated argument has no partner of the same structure, specs, shapes and dtypes.
-        DbufError: A number is out of range or given twice, or donated tensors share memory.
+        DbufError: A number is out of range or given twice, or donated tensors share memory or require a gradient.
     """
     parts = list(out) if isinstance(out, tuple | list) else [out]
     if sorted(set(donate_argnums)) != sorted(donate_argnums) or any(not 0 <= i < len(args) for i in donate_argnums):
@@ -71,6 +71,13 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
         difference = _first_difference(args[i], parts[k])
         if difference:
             raise TreeError(_unpaired(i, k, *difference))
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for i in donate_argnums for x in trees.leaves(args[i])):
+        _refuse(
+            "a donated tensor requires a gradient, so its graph would grow from step to step.",
+            got="a buffer made of tensors that require one, such as a module's parameters",
+            need="tensors without a graph: dbuf.value_and_grad asks for gradients itself",
+            fix="dbuf.tree.map(torch.Tensor.detach, params) before the first step",
+        )
     check_memory(args, donate_argnums)
 
 

@@ -215,3 +215,13 @@ def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool
     assert grown <= small["full"] / 2 + small["activations"] + 512
     assert large["full alive"] == small["full alive"] <= 4
     assert large["weights alive"] <= 2
+
+
+def test_tensors_that_require_a_gradient_are_refused() -> None:
+    """A module's parameters: each step would hang its own graph onto the last one's."""
+    weights = {"w": torch.nn.Parameter(torch.ones(3, 2))}
+    buf = dbuf.shard(weights, dbuf.init_mesh(("dp",)), dbuf.RowAtomic())
+    step = models.jit(_twice, donate_argnums=0)
+    with pytest.raises(DbufError, match=r"torch\.Tensor\.detach"):
+        step(buf)
+    assert step(tree.map(torch.Tensor.detach, buf)).local[0] == 2.0
