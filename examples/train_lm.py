@@ -31,7 +31,7 @@ from _report import Progress, fail, plot_losses, print_sample, run_until_interru
 
 import dbuf
 
-STEPS, BATCH, CONTEXT = 800, 8, 128  # BATCH windows a step, over all processes together
+STEPS, BATCH, CONTEXT = 600, 8, 128  # BATCH windows a step, over all processes together
 WIDTH, LAYERS, HEADS = 192, 4, 4
 LEARNING_RATE, WARMUP, B2, WEIGHT_DECAY = 3e-3, 0.1, 0.95, 0.1  # WARMUP is a fraction of STEPS
 EVALUATIONS, EVALUATION_WINDOWS = 12, 64
