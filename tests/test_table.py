@@ -1468,7 +1468,11 @@ def test_cells_left_out_are_counted_and_have_a_reason() -> None:
     assert all(reason in reasons for _, reason, _ in LEFT_OUT)
 
 
-@pytest.mark.parametrize("function", ROWS)
+# The row of `inspect` has compiled cells alone.
+CAN_FAIL = [pytest.param(f, marks=[pytest.mark.slow] if f == "inspect" else []) for f in ROWS]
+
+
+@pytest.mark.parametrize("function", CAN_FAIL)
 def test_every_row_can_fail(function: str) -> None:
     """Each leaf of what is expected, changed on its own, is noticed; so is a call that is not refused, or otherwise."""
     mode = "compiled" if function == "inspect" else "eager"

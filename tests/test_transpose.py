@@ -137,7 +137,8 @@ def check_all(mesh_shape: tuple[int, ...], within: bool) -> dict[str, int]:
     return used
 
 
-MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]
+MESHES = [(1,), (2,), (3,), pytest.param((4,), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)]
+MESHES += [(1, 2), (2, 1)]
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
