@@ -14,6 +14,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._library import opaque_object
@@ -108,6 +109,16 @@ class trace_autograd:
         dynamo_config.trace_autograd_ops = self._before
 
 
+def _same_order() -> dict[str, Any]:
+    """Settings under which every rank issues its collectives in the order of the graph.
+
+    torch 2.14 moves collectives by the sizes that a rank sees, on by default; ranks with uneven or empty segments
+    then wait for each other in different places.
+    """
+    name = "aten_distributed_optimizations.enable_simple_overlap"
+    return {name: False} if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap") else {}
+
+
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
@@ -130,7 +141,8 @@ def compile_inductor(
 
     with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False, enable_autograd_cache=False):
         return cast(
-            Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(options) or None)
+            Callable[..., Any],
+            compile_fx(gm, inputs, inner_compile=inner, config_patches=_same_order() | dict(options)),
         )
 
 
