@@ -21,7 +21,8 @@ from dbuf.errors import PlacementError, TreeError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import Placements
-from dbuf.spec import BufferSpec, refuse_partial, refuse_structure
+from dbuf.refusals import refuse_partial, refuse_structure
+from dbuf.spec import BufferSpec
 
 __all__ = ["DBuffer", "buffers", "cast", "is_buffer", "merge", "pack", "select", "shapes", "unpack"]
 

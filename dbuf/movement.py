@@ -241,8 +241,7 @@ def _run(
     """Run the routes; where there are several, start all before waiting for any."""
     started: list[tuple[DBuffer, Any]] = []
     for buf, target, steps in planned:
-        wire = None if dtype is None or dtype == buf.local.dtype else dtype
-        back = _gradient_dtype(buf.local.dtype if wire is None else wire, grad_dtype)
+        wire, back = _wire(buf, function, dtype, grad_dtype)
         if not steps and wire is None:
             started.append((buf if target == buf.spec else DBuffer(buf.local, target), ()))
         elif function == "view":
@@ -261,11 +260,22 @@ def _slice(x: torch.Tensor, steps: Any) -> torch.Tensor:
     return x
 
 
-def _gradient_dtype(wire: torch.dtype, grad_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Gradients of a low-precision wire are summed in fp32 unless the caller says otherwise."""
-    if grad_dtype is not None:
-        return grad_dtype
-    return torch.float32 if wire in (torch.bfloat16, torch.float16) else None
+def _wire(
+    buf: DBuffer, function: str, dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype to cast to before the wire, if any, and that of the gradient's way back.
+
+    What a gather is not told it takes from the buffer. Gradients of a low-precision wire are summed in fp32 unless
+    somebody says otherwise.
+    """
+    if function == "allgather":
+        of_buffer, of_gradient = buf.spec.wire
+        dtype = of_buffer if dtype is None else dtype
+        grad_dtype = of_gradient if grad_dtype is None else grad_dtype
+    wire = None if dtype is None or dtype == buf.local.dtype else dtype
+    if grad_dtype is None and (buf.local.dtype if wire is None else wire) in (torch.bfloat16, torch.float16):
+        grad_dtype = torch.float32
+    return wire, grad_dtype
 
 
 class _Place:

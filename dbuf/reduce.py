@@ -12,19 +12,22 @@ from dbuf.collectives import move
 from dbuf.errors import PlacementError, explain
 from dbuf.mesh import DeviceMesh, MeshSum
 from dbuf.plan.route import Steps
-from dbuf.spec import refuse_partial
+from dbuf.refusals import refuse_partial
 
 __all__ = ["all_finite", "global_norm", "norms", "pmean", "psum", "vdot"]
 
 
-def global_norm(bufs: Any) -> torch.Tensor:
+def global_norm(bufs: Any, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """The 2-norm of everything in a tree of buffers.
 
     Args:
         bufs: A pytree of DBuffers, replicated or sharded, on any meshes.
+        mesh: The mesh that those of the buffers are slices of, such as `mesh["inner"]`. Along the axes that a
+            slice lacks its tensors are different ones, experts for instance, and all of them count. By default
+            each buffer counts over its own mesh alone.
 
     Returns:
-        A 0-d fp32 tensor (fp64 for fp64 buffers), equal on all ranks.
+        A 0-d fp32 tensor (fp64 for fp64 buffers), equal on all ranks of the buffers' mesh, or of `mesh`.
 
     Raises:
         PlacementError: A buffer is partial: the norm of contributions is not the norm of their sum.
@@ -35,7 +38,7 @@ def global_norm(bufs: Any) -> torch.Tensor:
     Gradient:
         That of `sqrt(sum(x * x))`, each rank for its own part.
     """
-    return torch.sqrt(_sum_over_content(bufs, bufs, "dbuf.global_norm"))
+    return torch.sqrt(_sum_over_content(bufs, bufs, "dbuf.global_norm", mesh))
 
 
 def vdot(a: Any, b: Any) -> torch.Tensor:
@@ -150,7 +153,7 @@ def _sum(x: torch.Tensor, steps: Steps) -> torch.Tensor:
     return move(x.reshape(-1), steps).reshape(x.shape)
 
 
-def _sum_over_content(a: Any, b: Any, where: str) -> torch.Tensor:
+def _sum_over_content(a: Any, b: Any, where: str, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """Products summed on each rank first, then one small all-reduce for each set of sharded axes."""
     lefts, rights = require_buffers(a, where), require_buffers(b, where)
     _require_equal_specs(lefts, rights, where)
@@ -160,13 +163,20 @@ def _sum_over_content(a: Any, b: Any, where: str) -> torch.Tensor:
         total = _square_sum(left.local[:0], right.local[:0])  # depends on both on ranks that own nothing, too
         for start, numel in left.spec.content_runs():
             total = total + _square_sum(left.local[start : start + numel], right.local[start : start + numel])
-        steps = left.spec.sum_over_shards()
+        steps = left.spec.sum_over_shards() + _steps_over_other_axes(left, mesh, where)
         sums[steps] = sums[steps] + total if steps in sums else total
     totals = [_sum(total, steps) for steps, total in sums.items()]
     out = totals[0] if totals else torch.zeros(())
     for total in totals[1:]:
         out = out + total
     return out
+
+
+def _steps_over_other_axes(buf: DBuffer, mesh: DeviceMesh | None, where: str) -> Steps:
+    if mesh is None or buf.spec.mesh == mesh:
+        return ()
+    own = buf.spec.mesh.mesh_dim_names or ()
+    return MeshSum(mesh, tuple([name for name in mesh.mesh_dim_names or () if name not in own]), where).steps()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

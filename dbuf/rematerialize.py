@@ -33,8 +33,9 @@ def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torc
 
     Args:
         fn: `fn(tensors, *args, **kwargs)`, plain torch on what `unpack` gives.
-        dtype: Gather, and compute, in this dtype; cast before the wire.
-        grad_dtype: The dtype in which gradients are reduced; fp32 by default for a bf16 or fp16 wire.
+        dtype: Gather, and compute, in this dtype; cast before the wire. By default what the buffer's spec says: a
+            training step sets it there for all the gathers inside a loss.
+        grad_dtype: The dtype in which gradients are reduced; by default likewise, or fp32 for a bf16 or fp16 wire.
 
     Returns:
         The same function with a DBuffer, or a pytree of them, first. On replicated buffers it is just the call.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dbuf import mesh as meshes
 from dbuf.compat import register_constant
-from dbuf.errors import PlacementError, TreeError, explain
+from dbuf.errors import PlacementError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import (
@@ -32,11 +32,14 @@ from dbuf.placement import (
 from dbuf.plan.choice import check_fits, plan_layout
 from dbuf.plan.route import Steps, plan_route
 from dbuf.plan.selection import merge_steps, select_layout, selection_steps
+from dbuf.refusals import refuse_other_reduction, refuse_other_rows
 from dbuf.tree import Structure
 
-__all__ = ["BufferSpec", "refuse_partial", "refuse_structure"]
+__all__ = ["BufferSpec"]
 
 Shape = tuple[int, ...]
+Wire = tuple[torch.dtype | None, torch.dtype | None]
+KEEP: Wire = (None, None)  # the buffer's own dtype, and the default for its gradient
 
 
 class BufferSpec:
@@ -47,20 +50,24 @@ class BufferSpec:
         placements: One entry a mesh axis, outermost first; already normalised.
         layout: Where each tensor lies in the flat buffer.
         tree: The user's containers and key paths.
+        wire: The dtype in which gathers send the buffer, and that in which they reduce its gradient; see `with_wire`.
     """
 
-    def __init__(self, mesh: DeviceMesh, placements: Placements, layout: GlobalLayout, tree: Structure) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, placements: Placements, layout: GlobalLayout, tree: Structure, wire: Wire = KEEP
+    ) -> None:
         self.mesh = mesh
         self.placements = placements
         self.layout = layout
         self.tree = tree
-        self._hash = hash((mesh, placements, layout, tree))
+        self.wire = wire
+        self._hash = hash((mesh, placements, layout, tree, wire))
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, BufferSpec):
             return self is other
-        mine = (self._hash, self.placements, self.layout, self.mesh, self.tree)
-        if mine != (other._hash, other.placements, other.layout, other.mesh, other.tree):
+        mine = (self._hash, self.placements, self.wire, self.layout, self.mesh, self.tree)
+        if mine != (other._hash, other.placements, other.wire, other.layout, other.mesh, other.tree):
             return False
         # Equal parts become one object: a guard that compares them at every call costs nothing a tensor.
         self.layout, self.tree = other.layout, other.tree
@@ -174,7 +181,8 @@ class BufferSpec:
 
     def selected(self, mask: tuple[bool, ...]) -> BufferSpec:
         """The spec of the tensors that `mask` keeps, each rank keeping what it holds of them."""
-        return BufferSpec(self.mesh, self.placements, select_layout(self.layout, mask), self.tree.keep(mask))
+        layout, tree = select_layout(self.layout, mask), self.tree.keep(mask)
+        return BufferSpec(self.mesh, self.placements, layout, tree, self.wire)
 
     def has_selection(self, part: BufferSpec) -> bool:
         """Whether `part` is what `selected` gives for some mask."""
@@ -233,12 +241,16 @@ class BufferSpec:
         check_fits(layout, target, meshes.shape_of(self.mesh), where)
         for axis, (old, new) in enumerate(zip(self.placements, target, strict=True)):
             if isinstance(old, Partial) and isinstance(new, Partial) and old != new:
-                _refuse_other_reduction(self, axis, target, where)
-        return BufferSpec(self.mesh, target, layout, self.tree)
+                refuse_other_reduction(self, axis, target, where)
+        return BufferSpec(self.mesh, target, layout, self.tree, self.wire)
 
     def dual(self) -> BufferSpec:
-        """The spec of this buffer's gradient."""
+        """The spec of this buffer's gradient, which knows nothing of the wire."""
         return BufferSpec(self.mesh, dual_placements(self.placements), self.layout, self.tree)
+
+    def with_wire(self, dtype: torch.dtype | None, grad_dtype: torch.dtype | None) -> BufferSpec:
+        """The same buffer for gathers in other dtypes; those that a gather names itself go before these."""
+        return BufferSpec(self.mesh, self.placements, self.layout, self.tree, (dtype, grad_dtype))
 
     def gathered_placements(self) -> Placements:
         """These placements with every sharded axis replicated."""
@@ -281,7 +293,7 @@ def _planned_steps(
     if any(is_sharded(old) and is_sharded(new) and old != new for old, new in pairs):
         rows.add("redistribute")  # another kind of shard, even where it moves nothing
     if function != "redistribute" and rows - {function}:
-        _refuse_other_rows(source, target, function, where, sorted(rows - {function}))
+        refuse_other_rows(source, target, function, where, sorted(rows - {function}))
     return tuple(step for hop in hops for step in hop.steps)
 
 
@@ -302,58 +314,6 @@ def _rows_of(shape: Shape, numel: int) -> Shape:
     if not shape:
         return ()
     return (numel // math.prod(shape[1:]), *shape[1:])
-
-
-def _refuse_other_reduction(spec: BufferSpec, axis: int, target: Placements, where: str) -> NoReturn:
-    raise PlacementError(
-        explain(
-            where,
-            "a partial value cannot change its reduction.",
-            got=f"{describe(spec.placements)} -> {describe(target)} (axis {axis})",
-            need="the same reduction on the axis, or a placement that reduces it",
-            fix="reduce first: dbuf.allreduce(bufs)",
-        )
-    )
-
-
-def _refuse_other_rows(source: BufferSpec, target: BufferSpec, function: str, where: str, rows: list[str]) -> NoReturn:
-    names = ", ".join(f"dbuf.{row}" for row in rows)
-    raise PlacementError(
-        explain(
-            where,
-            f"cannot go {describe(source.placements)} -> {describe(target.placements)}.",
-            got=f"a change that needs {names}, on mesh axes {source.mesh.mesh_dim_names}",
-            need=f"a change made of {function} alone",
-            fix=f"dbuf.{rows[0] if len(rows) == 1 else 'redistribute'}(bufs, {describe(target.placements)})",
-        )
-    )
-
-
-def refuse_partial(spec: BufferSpec, where: str) -> None:
-    """Raise `PlacementError` if the numbers are contributions that nobody has reduced yet."""
-    if spec.has_partial():
-        raise PlacementError(
-            explain(
-                where,
-                "a partial buffer holds contributions, not values.",
-                got=f"placements {describe(spec.placements)}",
-                need="Replicate or sharded placements",
-                fix=f"dbuf.allreduce(buf, {describe(spec.reduced_placements())})",
-            )
-        )
-
-
-def refuse_structure(got: str, need: str, where: str) -> NoReturn:
-    """Raise `TreeError` for tensors that do not match a buffer's tree or local shapes."""
-    raise TreeError(
-        explain(
-            where,
-            "the tensors do not match the buffer.",
-            got=got,
-            need=need,
-            fix="start from dbuf.unpack(buf)",
-        )
-    )
 
 
 register_constant(
@@ -384,6 +344,8 @@ register_constant(
         "with_placements",
         "with_layout",
         "dual",
+        "wire",
+        "with_wire",
         "gathered_placements",
         "reduced_placements",
         "route",

@@ -17,9 +17,9 @@ from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer
 from dbuf.compat import inside_func_transform
 from dbuf.errors import DbufError, TreeError, explain
-from dbuf.mesh import MeshSum
+from dbuf.mesh import DeviceMesh, MeshSum
 
-__all__ = ["grad", "value_and_grad"]
+__all__ = ["grad", "value_and_grad", "widest_mesh"]
 
 Function = Callable[..., Any]
 
@@ -147,8 +147,7 @@ def _detach(leaf: Any) -> Any:
 def _num_ranks(inputs: list[DBuffer], mean_over: Sequence[str] | str | None) -> int:
     if mean_over is not None:
         axes = (mean_over,) if isinstance(mean_over, str) else tuple(mean_over)
-        widest = max(inputs, key=_ranks_of)
-        return MeshSum(widest.spec.mesh, axes, "dbuf.value_and_grad").num_ranks()
+        return MeshSum(widest_mesh(inputs), axes, "dbuf.value_and_grad").num_ranks()
     sizes = {_ranks_of(buf) for buf in inputs}
     if len(sizes) > 1:
         raise TreeError(
@@ -161,6 +160,14 @@ def _num_ranks(inputs: list[DBuffer], mean_over: Sequence[str] | str | None) -> 
             )
         )
     return math.prod(sizes)
+
+
+def widest_mesh(bufs: list[DBuffer]) -> DeviceMesh:
+    """The mesh, among those of the buffers, of the most ranks."""
+    widest = bufs[0]
+    for buf in bufs:  # Dynamo does not know `max` with a key
+        widest = buf if _ranks_of(buf) > _ranks_of(widest) else widest
+    return widest.spec.mesh
 
 
 def _ranks_of(buf: DBuffer) -> int:

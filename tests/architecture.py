@@ -18,6 +18,7 @@ ROWS = (
     "layout",
     "plan",
     "collectives",
+    "refusals",
     "spec",
     "buffer",
     "creation",
