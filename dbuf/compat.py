@@ -38,6 +38,7 @@ __all__ = [
     "TreeSpec",
     "allow_in_graph",
     "annotate",
+    "call_with_side_effects",
     "compile_inductor",
     "compile_program",
     "flatten_mesh",
@@ -162,6 +163,14 @@ def compile_program(fn: Callable[..., _R], *, dynamic: bool | None, backend: Cal
 def allow_in_graph(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.compiler.allow_in_graph`, which is untyped: Dynamo puts calls of `fn` into its graph whole."""
     return cast(Callable[_P, _R], torch.compiler.allow_in_graph(fn))  # type: ignore[no-untyped-call]
+
+
+def call_with_side_effects(fn: Callable[..., _R], *args: Any) -> _R:
+    """Call `fn`, which changes objects from outside of a traced `checkpoint` and changes them back (2.13, 2.14).
+
+    Dynamo refuses such changes, as it cannot repeat them when it recomputes; here nothing is left to repeat.
+    """
+    return cast(_R, dynamo_utils._disable_side_effect_safety_checks_for_current_subtracer(fn, *args))
 
 
 def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:

@@ -143,6 +143,28 @@ def test_allow_in_graph_keeps_a_call_whole_for_dynamo_and_open_for_aot() -> None
     assert out.item() == 2 and graphs == [[twice]]
 
 
+def test_call_with_side_effects_lets_a_checkpoint_change_what_it_changes_back() -> None:
+    outer = {"x": 1}
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        outer["x"] = 2
+        y = (x * outer["x"]).sin()
+        outer["x"] = 1
+        return y
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return compat.call_with_side_effects(change, x)
+
+    def step(fn: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)
+
+    x = torch.ones(2)
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(call, x), change(x)) and outer == {"x": 1}
+    with pytest.raises(Exception, match="side effect"):
+        compiled(change, x)
+
+
 def test_graph_breaks_are_counted() -> None:
     torch._dynamo.reset()
     before = compat.graph_breaks()
