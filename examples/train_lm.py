@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on real text: ZeRO-3 over all processes, each step one compiled program.
+"""Train a byte-level GPT on real text: sharded over all processes, each step one compiled program.
 
     torchrun --standalone --nproc-per-node=2 examples/train_lm.py      # any number of processes
     python examples/train_lm.py --data my_text.txt                     # or alone, on your own text
@@ -6,7 +6,7 @@
 The text is the Python standard library's own sources unless `--data` names a file. The model is a set of
 pure functions of a dict of tensors and knows nothing of dbuf. The weights of each block are one flat buffer,
 of which a process holds its share; `gathered` puts them together for as long as the block runs, forward and
-backward. The last line printed is one JSON object.
+backward. `--strategy` says what is shared out: ZeRO-3 unless told otherwise. The last line printed is one JSON object.
 
 Shapes: b batch, t context, w width, h heads, d = w / h, v = 256 byte values.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sysconfig
 import time
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from _report import Progress, fail, plot_losses, print_sample, run_until_interrupted
 
 import dbuf
+from dbuf.train import Strategy, init, make_train_step
 
 STEPS, BATCH, CONTEXT = 600, 8, 128  # BATCH windows a step, over all processes together
 WIDTH, LAYERS, HEADS = 192, 4, 4
@@ -39,6 +41,8 @@ HELDOUT = 0.05  # the last part of the text, never trained on
 SAMPLE_BYTES, TEMPERATURE = 400, 0.8
 MAX_TEXT_BYTES = 10_000_000
 SKIP = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "encodings"}
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 Tensors = dict[str, torch.Tensor]
 Turn = tuple[torch.Tensor, torch.Tensor]
@@ -144,7 +148,8 @@ class Text:
         self.train, self.heldout = whole[:-heldout], whole[-heldout:]
         self.rank, self.ranks, self.device = rank, ranks, device
         self.seed, self.context = args.seed, args.context
-        self.batch = math.ceil(args.batch / ranks) * ranks  # equal shares
+        equal = ranks * args.microbatches
+        self.batch = math.ceil(args.batch / equal) * equal  # equal shares, and pieces of them
 
     def batch_at(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
@@ -176,31 +181,27 @@ def learning_rate(peak: float, steps: int) -> Callable[[torch.Tensor], torch.Ten
     return at
 
 
-def make_loss(args: argparse.Namespace) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    def use(fn: Callable) -> Callable:
-        return dbuf.gathered(fn, dtype=getattr(torch, args.dtype))
-
-    def loss_fn(params: dict[str, Any], window_bt: torch.Tensor) -> torch.Tensor:
-        logits_btv = forward(params, window_bt[:, :-1], args.width // args.heads, use)
+def make_loss(head_dim: int) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    def loss_fn(params: Any, window_bt: torch.Tensor) -> torch.Tensor:
+        logits_btv = forward(params, window_bt[:, :-1], head_dim, dbuf.gathered)
         return F.cross_entropy(logits_btv.flatten(0, 1), window_bt[:, 1:].flatten())
 
     return loss_fn
 
 
-def make_step(args: argparse.Namespace, mesh: Any, loss_fn: Callable, optimizer: Any) -> Callable:
-    def step(params: Any, state: Any, window_bt: torch.Tensor) -> tuple[Any, Any, torch.Tensor]:
-        loss, grads = dbuf.value_and_grad(loss_fn)(params, window_bt)  # grads: sharded like params, averaged
-        updates, state = optimizer.update(grads, state, params)
-        return dbuf.optim.apply_updates(params, updates), state, dbuf.pmean(loss, mesh)
-
-    # Donated: new params and state are written over the old ones, which may not be used again.
-    return step if args.eager else dbuf.jit(step, donate_argnums=(0, 1))
+def make_mesh(strategy: str) -> Any:
+    """One axis, or two for a strategy that treats them differently: two replicas of the weights where that works."""
+    if strategy not in ("hsdp", "hfsdp"):
+        return dbuf.init_mesh(("dp",))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return dbuf.init_mesh(("outer", "inner"), (2 if ranks % 2 == 0 else 1, -1))
 
 
 @dataclass
 class Run:
     """What a run leaves behind; `losses` are of training batches, `heldout` pairs a step and a loss."""
 
+    strategy: str
     ranks: int
     parameters: int
     batch_tokens: int
@@ -215,48 +216,62 @@ class Run:
 
 def train(args: argparse.Namespace, text: bytes) -> None:
     started_s = time.perf_counter()
-    mesh = dbuf.init_mesh(("dp",))
-    rank, ranks, device = mesh.get_rank(), mesh.size(), mesh.device_type
+    mesh, strategy, dtype = make_mesh(args.strategy), getattr(Strategy, args.strategy)(), getattr(torch, args.dtype)
+    rank, ranks, device = dist.get_rank(), mesh.size(), mesh.device_type
     data = Text(args, text, rank, ranks, device)
 
     torch.manual_seed(args.seed)  # every process draws the same weights, and keeps its share of them
     params = {
-        name: dbuf.shard({key: tensor.to(device) for key, tensor in tensors.items()}, mesh, dbuf.RowAtomic())
+        name: dbuf.shard(
+            {key: tensor.to(device) for key, tensor in tensors.items()},
+            mesh,
+            strategy.optim,
+            dp_size=strategy.dp_size(mesh),
+        )
         for name, tensors in weights(args.width, args.layers)
     }
     optimizer = dbuf.optim.adamw(learning_rate(args.lr, args.steps), b2=B2, weight_decay=WEIGHT_DECAY)
-    state = optimizer.init(params)
-    loss_fn = make_loss(args)
-    step = make_step(args, mesh, loss_fn, optimizer)
+    state = init(params, optimizer, strategy, compute_dtype=dtype)
+    loss_fn = make_loss(args.width // args.heads)
+    step: Any = make_train_step(
+        loss_fn,
+        optimizer,
+        strategy,
+        microbatches=args.microbatches,
+        compute_dtype=dtype,
+        clip_norm=args.clip,
+    )
+    if not args.eager:
+        step = dbuf.jit(step, donate_argnums=0)  # the new state is written over the old one
 
     size = sum(math.prod(shape) for buf in params.values() for shape in buf.layout.tensor_shapes)
-    run, progress = Run(ranks, size, data.batch * args.context), Progress(args.steps, show=rank == 0)
+    run, progress = Run(args.strategy, ranks, size, data.batch * args.context), Progress(args.steps, show=rank == 0)
     progress.say(f"{size / 1e6:.2f}M parameters, {ranks} ranks, {data.batch} x {args.context} bytes a step")
     heldout_batches = data.heldout_batches()
     evaluate_at = {round(i * args.steps / EVALUATIONS) for i in range(EVALUATIONS + 1)}
     for i in range(args.steps + 1):
         if i in evaluate_at:
             with torch.no_grad():  # the same functions, uncompiled
-                losses = torch.stack([loss_fn(params, batch) for batch in heldout_batches])
+                losses = torch.stack([loss_fn(state.weights, batch) for batch in heldout_batches])
             run.heldout.append((i, dbuf.pmean(losses.mean(), mesh).item()))
             progress.say(f"step {i}: held-out loss {run.heldout[-1][1]:.3f} nats per byte")
         if i < args.steps:
             batch, start_s = data.batch_at(i), time.perf_counter()
-            params, state, loss = step(params, state, batch)
-            run.losses.append(loss.item())
+            state, metrics = step(state, batch)
+            run.losses.append(metrics["loss"].item())
             run.step_s.append(time.perf_counter() - start_s)
             progress.update(run.losses[-1], run.tokens_per_s(last=20))
     progress.close()
     train_s = time.perf_counter() - started_s
-    seen = None if args.eager else dbuf.inspect(step, params, state, data.batch_at(0))
+    seen = None if args.eager else dbuf.inspect(step, state, data.batch_at(0))
 
-    whole = {name: dbuf.unpack(dbuf.allgather(buf)) for name, buf in params.items()}
+    whole = {name: dbuf.unpack(dbuf.allgather(buf)) for name, buf in state.params.items()}
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         prompt = data.heldout[: args.context // 2]
         print_sample(prompt, sample(args, whole, prompt.to(device)))
-        title = f"Byte GPT, {size / 1e6:.2f}M parameters, ZeRO-3 over {ranks} ranks"
+        title = f"Byte GPT, {size / 1e6:.2f}M parameters, {args.strategy} over {ranks} ranks"
         print(plot_losses(args.out / "train_lm.png", run.losses, run.heldout, title))
         print(json.dumps({**summary(run, seen), "train_s": round(train_s, 1)}), flush=True)
 
@@ -272,6 +287,7 @@ def summary(run: Run, seen: Any) -> dict[str, Any]:
         "scalar_collectives": seen and seen.scalars,
         "graph_breaks": seen and seen.graph_breaks,
         "compiles": seen and seen.compiles,
+        "strategy": run.strategy,
         "ranks": run.ranks,
         "parameters": run.parameters,
         "first_step_s": round(run.step_s[0], 1),
@@ -307,12 +323,15 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, default=LAYERS, help="blocks")
     add("--heads", type=int, default=HEADS, help="attention heads")
     add("--lr", type=float, default=LEARNING_RATE, help="peak learning rate")
+    add("--strategy", choices=STRATEGIES, default="zero3", help="where weights, gradients and optimizer state live")
+    add("--microbatches", type=int, default=1, help="pieces that a batch is cut into, one after the other")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of compute and gathers")
+    add("--clip", type=float, metavar="NORM", help="scale gradients down to this global norm; if none, do not")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="for the picture")
     add("--eager", action="store_true", help="do not compile the step")
     args = parser.parse_args()
-    for name in ("steps", "batch", "context", "width", "layers", "heads"):
+    for name in ("steps", "batch", "context", "width", "layers", "heads", "microbatches"):
         if getattr(args, name) < 1:
             fail(f"--{name} is {getattr(args, name)}, and must be at least 1")
     if args.width % (2 * args.heads):

@@ -80,13 +80,14 @@ def test_compiled_by_two_processes_equals_one(tmp_path: Path) -> None:
     assert both["heldout_nats_per_byte"] == pytest.approx(alone["heldout_nats_per_byte"], abs=1e-3)
     # Four groups: two blocks and the head are gathered twice; the embedding's backward reads no weight.
     assert both["collectives"] == {"all_gather": 7, "reduce_scatter": 4}
-    assert both["scalar_collectives"] == {"all_reduce": 1}  # the loss, for the report
+    assert both["scalar_collectives"] == {"all_reduce": 2}  # the loss and the gradients' norm
 
 
 @pytest.mark.slow
 def test_any_number_of_processes(tmp_path: Path) -> None:
-    """Three ranks round the batch of 4 up to 6, so that their shares are equal."""
-    done = _train(*TINY, "--eager", f"--out={tmp_path}", ranks=3)
+    """Three ranks and two microbatches round the batch of 4 up to 6, so that their shares are equal."""
+    options = ["--strategy=hfsdp", "--microbatches=2", "--dtype=bfloat16", "--clip=1"]
+    done = _train(*TINY, *options, "--eager", f"--out={tmp_path}", ranks=3)
     _check_run(done, tmp_path, ranks=3)
     assert "3 ranks, 6 x 32 bytes a step" in done.stderr
 
@@ -104,6 +105,7 @@ def test_any_number_of_processes(tmp_path: Path) -> None:
         (["--out={tmp}/empty.txt"], "train_lm: cannot write to {tmp}/empty.txt: File exists"),
         (["--steps=0"], "train_lm: --steps is 0, and must be at least 1"),
         (["--width=36", "--heads=4"], "train_lm: --width is 36, and must be a multiple of twice --heads, 8"),
+        (["--microbatches=0"], "train_lm: --microbatches is 0, and must be at least 1"),
         (["--epochs=3"], "train_lm: unrecognized arguments: --epochs=3"),
     ],
 )
