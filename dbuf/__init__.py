@@ -1,6 +1,6 @@
 """dbuf: sharded training state for PyTorch as plain values and pure functions, compiled end to end."""
 
-from dbuf import optim, train, tree
+from dbuf import nn, optim, train, tree
 from dbuf.buffer import DBuffer, cast, merge, pack, select, shapes, unpack
 from dbuf.compile import Jitted, disable_jit, inspect, jit
 from dbuf.creation import check, shard
@@ -51,6 +51,7 @@ __all__ = [
     "inspect",
     "jit",
     "merge",
+    "nn",
     "norms",
     "optim",
     "pack",

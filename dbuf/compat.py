@@ -170,7 +170,7 @@ def call_with_side_effects(fn: Callable[..., _R], *args: Any) -> _R:
 
     Dynamo refuses such changes, as it cannot repeat them when it recomputes; here nothing is left to repeat.
     """
-    return cast(_R, dynamo_utils._disable_side_effect_safety_checks_for_current_subtracer(fn, *args))
+    return dynamo_utils._disable_side_effect_safety_checks_for_current_subtracer(fn, *args)
 
 
 def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:
