@@ -1,4 +1,4 @@
-"""One training step, four strategies: DDP, ZeRO-1, ZeRO-2 and ZeRO-3 are three placements each, with equal numbers.
+"""One training step, six strategies: DDP, ZeRO-1, -2, -3, HSDP and HFSDP are three placement tuples each.
 
 python examples/06_same_step_any_strategy.py
 torchrun --standalone --nproc-per-node=2 examples/06_same_step_any_strategy.py
@@ -9,16 +9,18 @@ import torch.nn.functional as F
 
 import dbuf
 import dbuf.testing
-from dbuf import Partial, Replicate, RowAtomic
+from dbuf.placement import describe
+from dbuf.train import Strategy, init, make_train_step
 
 BATCH, WIDTH, CLASSES, STEPS, LEARNING_RATE = 24, 8, 5, 10, 1e-2
 
-R, P, S = Replicate(), Partial("sum"), RowAtomic()
-STRATEGIES = {  # where parameters rest, where gradients accumulate, where the optimizer works
-    "DDP": (R, P, R),
-    "ZeRO-1": (R, P, S),
-    "ZeRO-2": (R, S, S),
-    "ZeRO-3": (S, S, S),
+STRATEGIES = {
+    "DDP": Strategy.ddp(),
+    "ZeRO-1": Strategy.zero1(),
+    "ZeRO-2": Strategy.zero2(),
+    "ZeRO-3": Strategy.zero3(),
+    "HSDP": Strategy.hsdp(),
+    "HFSDP": Strategy.hfsdp(),
 }
 
 
@@ -26,46 +28,48 @@ def layer(p: dict[str, torch.Tensor], h: torch.Tensor) -> torch.Tensor:
     return torch.tanh(F.linear(h, p["w"], p["b"]))
 
 
-def loss_fn(params: dict[str, dbuf.DBuffer], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def loss_fn(params: dict[str, dbuf.DBuffer], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = batch
     h = dbuf.gathered(layer)(params["first"], x)  # on replicated buffers `gathered` is just the call
     return F.cross_entropy(dbuf.gathered(layer)(params["second"], h), y)
 
 
-def train(strategy: str, mesh: dbuf.mesh.DeviceMesh) -> tuple[list[float], dict]:
-    params_at, grads_at, optim_at = STRATEGIES[strategy]
+def train(strategy: Strategy, ranks: int, rank: int) -> tuple[list[float], dict]:
+    # Two axes, one of size 1, for strategies that treat them differently; on a cluster, nodes and GPUs of a node.
+    mesh = dbuf.init_mesh(("outer", "inner")[-strategy.ndim :], (1, ranks)[-strategy.ndim :])
     torch.manual_seed(0)
     weights = {
         "first": {"w": torch.randn(WIDTH, WIDTH), "b": torch.zeros(WIDTH)},
         "second": {"w": torch.randn(CLASSES, WIDTH), "b": torch.zeros(CLASSES)},
     }
     x, y = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
-    mine = x.chunk(mesh.size())[mesh.get_rank()], y.chunk(mesh.size())[mesh.get_rank()]
+    mine = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
 
-    params = {name: dbuf.shard(group, mesh, params_at) for name, group in weights.items()}
+    params = {
+        name: dbuf.shard(group, mesh, strategy.optim, dp_size=strategy.dp_size(mesh)) for name, group in weights.items()
+    }
     optimizer = dbuf.optim.adamw(LEARNING_RATE)
-    state = optimizer.init(dbuf.redistribute(params, optim_at))
+    state = init(params, optimizer, strategy)
+    step = make_train_step(loss_fn, optimizer, strategy, microbatches=2, clip_norm=1.0)  # dbuf.jit compiles it
     losses = []
     for _ in range(STEPS):
-        loss, grads = dbuf.value_and_grad(loss_fn)(params, *mine)
-        grads = dbuf.redistribute(grads, grads_at)  # with several microbatches: after each of them
-        main = dbuf.redistribute(params, optim_at)
-        updates, state = optimizer.update(dbuf.redistribute(grads, optim_at), state, main)
-        params = dbuf.redistribute(dbuf.optim.apply_updates(main, updates), params_at)
-        losses.append(dbuf.pmean(loss, mesh).item())
-    return losses, dbuf.tree.map(torch.clone, dbuf.allgather(params))
+        state, metrics = step(state, mine)
+        losses.append(metrics["loss"].item())
+    whole = {name: dbuf.unpack(dbuf.allgather(buf)) for name, buf in state.params.items()}
+    return losses, dbuf.tree.map(torch.clone, whole)
 
 
 def main() -> None:
-    mesh = dbuf.init_mesh(("dp",))
-    results = {strategy: train(strategy, mesh) for strategy in STRATEGIES}
+    world = dbuf.init_mesh()
+    results = {name: train(strategy, world.size(), world.get_rank()) for name, strategy in STRATEGIES.items()}
     losses, params = results["DDP"]
-    for strategy, (other_losses, other_params) in results.items():
+    for name, strategy in STRATEGIES.items():
+        other_losses, other_params = results[name]
         dbuf.testing.assert_close(other_losses, losses)
         dbuf.testing.assert_close(other_params, params)
-        if mesh.get_rank() == 0:
-            print(
-                f"{strategy:7} on {mesh.size()} ranks: loss {other_losses[0]:.6f} -> {other_losses[-1]:.6f}", flush=True
-            )
+        if world.get_rank() == 0:
+            where = " / ".join(describe(at) for at in (strategy.params, strategy.grads, strategy.optim))
+            print(f"{name:7} loss {other_losses[0]:.6f} -> {other_losses[-1]:.6f}   {where}", flush=True)
     assert losses[-1] < losses[0]
 
 
