@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbuf import tree as trees
 from dbuf.buffer import DBuffer
 from dbuf.compat import call_with_side_effects
 from dbuf.errors import TreeError, explain
@@ -37,14 +38,43 @@ class Running:
         self.open: Tensors = {}
 
 
+class Placeholder(torch.Tensor):
+    """A parameter of the code: a shape and a dtype on the meta device, which no real tensor may meet.
+
+    torch's own meta tensors would not do: a matrix product of one with a CPU tensor gives whatever lies in memory,
+    without an error (2.13).
+    """
+
+    _is_param = True  # for isinstance(_, nn.Parameter)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Metadata and operations among placeholders alone."""
+        leaves = trees.leaves((args, kwargs or {}))
+        if all(leaf.is_meta for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls)):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        met = [getattr(leaf, "path", "a view of a parameter") for leaf in leaves if isinstance(leaf, cls)]
+        raise TreeError(
+            explain(
+                "dbuf.nn: apply",
+                "a parameter is read while its group is not gathered.",
+                got=f"{', '.join(met)} in {getattr(func, '__name__', func)}",
+                need="each parameter read only while the module whose group holds it runs its forward",
+                fix="leave that module out of groups, or group the module that reads it",
+            )
+        )
+
+
 def copy_code(module: nn.Module) -> nn.Module:
-    """A copy of a module with parameters on the meta device, tied where they were; its buffers are copied.
+    """A copy of a module with placeholders as parameters, tied where they were; its buffers are copied.
 
     Nothing is allocated for parameters, and the original shares nothing with the copy.
     """
     memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for path, parameter in module.named_parameters():
+        blank = torch.empty_like(parameter.detach(), device="meta").as_subclass(Placeholder)
+        blank.path = path  # type: ignore[attr-defined]
+        memo[id(parameter)] = blank.requires_grad_(parameter.requires_grad)
     return copy.deepcopy(module, memo)
 
 
@@ -98,10 +128,11 @@ class _Site:
             finally:
                 running.bufs, running.open = before
 
-        if not self._again:
-            return gathered(call)(own, inside, args, kwargs)
-        again = remat(gathered(functools.partial(call_with_side_effects, call)))
-        return again(own, inside, args, kwargs)
+        def call_again(tensors: Any, inside: Any, args: Any, kwargs: Any) -> Any:
+            return call_with_side_effects(call, tensors, inside, args, kwargs)
+
+        use = remat(gathered(call_again)) if self._again else gathered(call)
+        return use(own, inside, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -269,12 +269,7 @@ class Functional:
         if torch.compiler.is_compiling():
             return self._run_alone(values, args, kwargs)
         with self._running.lock:
-            try:
-                return self._run_alone(values, args, kwargs)
-            except RuntimeError as error:
-                if "meta" in str(error):
-                    refusals.refuse_placeholder(error)
-                raise
+            return self._run_alone(values, args, kwargs)
 
     def _run_alone(self, values: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         running = self._running

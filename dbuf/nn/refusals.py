@@ -13,13 +13,15 @@ from dbuf.errors import TreeError, explain
 from dbuf.nn.code import version_of
 from dbuf.nn.plan import Entry, Plan
 
-__all__ = ["check_source", "check_statistics", "check_unwritten", "check_values", "refuse_names", "refuse_placeholder"]
+__all__ = ["check_source", "check_statistics", "check_unwritten", "check_values", "refuse_names"]
 
 
 def check_values(plan: Plan, values: Mapping[str, Any], *, all_states: bool = False) -> None:
     """Raise `TreeError` unless these are the buffers of this model, and plain tensors of its own buffers."""
     wrong = [f"{name!r}: missing" for name in plan.entries if name not in values]
-    wrong += [f"{path!r}: missing" for path in plan.states if all_states and path not in values]
+    for path, state in plan.states.items():
+        if path not in values and (all_states or state.constant().is_meta):
+            wrong.append(f"{path!r}: missing" + (", and the module was built on meta" if not all_states else ""))
     wrong += [f"{name!r}: no such group" for name in values if name not in plan.entries and name not in plan.states]
     for name, value in values.items():
         difference = None
@@ -31,7 +33,8 @@ def check_values(plan: Plan, values: Mapping[str, Any], *, all_states: bool = Fa
             wrong.append(f"{name!r}: {difference}")
     if not wrong:
         return
-    rest = any(entry.frozen and name not in values for name, entry in plan.entries.items()) or all_states
+    in_rest = [*(name for name, entry in plan.entries.items() if entry.frozen), *plan.states]
+    rest = any(f"{name!r}: missing" in line for line in wrong for name in in_rest)
     raise TreeError(
         explain(
             "dbuf.nn: apply",
@@ -141,17 +144,3 @@ def refuse_names(unknown: Iterable[str], known: Iterable[str], where: str) -> No
             fix="remat=True, for all groups but the root",
         )
     )
-
-
-def refuse_placeholder(error: RuntimeError) -> NoReturn:
-    """Raise `TreeError` for a forward that met a parameter of a group that was not running."""
-    raise TreeError(
-        explain(
-            "dbuf.nn: apply",
-            "a parameter is read while its group is not gathered, or a buffer has no value.",
-            got=str(error).partition("\n")[0],
-            need="each parameter read only while the module whose group holds it runs its forward",
-            fix="leave that module out of groups, or group the module that reads it; for a module built on the meta "
-            "device, apply(params | rest, ...)",
-        )
-    ) from error

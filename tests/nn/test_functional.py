@@ -68,3 +68,22 @@ def test_gathers_of_a_step() -> None:
         "blocks.1 (frozen)",
         "head",
     ]
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    """Tied, frozen, nested, recomputed, with running statistics: one program, no break, the numbers of one process."""
+    case = CASES["everything"]
+    results = testing.run(modules.train, case, *MESHES["2"], STEPS, True, world_size=2)
+    check(results, case)
+    report = results[0]["report"]
+    assert report.compiles == 1 and report.graph_breaks == 0
+    assert results[0]["groups"] == [
+        "root",
+        "embed",
+        "blocks.0",
+        "blocks.0.mlp (frozen)",
+        "blocks.1",
+        "blocks.1.mlp.0",
+    ]
+    print(report.collectives, report.gathered_alive)
