@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -201,6 +202,8 @@ class Gathers(TorchDispatchMode):
 
 _NEW = re.compile(r"(buf\d+) = empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.(\w+)\)")
 _COLLECTIVE = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(all_gather_into|reduce_scatter)_tensor\.")
+# torch 2.13 writes no dtype: `assert_size_stride(buf0, (8, ), (1, ), 'torch.ops...')`; 2.14 `assert_tensor_metadata`.
+_RESULT = re.compile(r"assert_\w+\((buf\d+), \((.*?)\), \(.*?\), (?:torch\.(\w+), )?'torch\.ops\._c10d_functional\.")
 _SAME = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b")
 
 
@@ -208,10 +211,12 @@ def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
     """What the program holds after each line of its code: storage -> (kind, bytes).
 
     The kinds are `"empty"`, `"all_gather_into"` and `"reduce_scatter"`. A profiler would miss what gloo's threads
-    free. Arguments are not counted. Code is Inductor's for one CPU program.
+    free. Arguments are not counted. Code is Inductor's for one CPU program, whose collectives move fp32.
     """
     body = code[code.index("def call(") :]
-    sizes = dict(re.findall(r"assert_size_stride\((buf\d+), \((.*?)\), \(.*?\), 'torch\.ops\._c10d", body))
+    nbytes = {
+        name: _numel(size) * getattr(torch, dtype or "float32").itemsize for name, size, dtype in _RESULT.findall(body)
+    }
     storage_of: dict[str, str] = {}
     kind_of: dict[str, tuple[str, int]] = {}
     out = []
@@ -221,13 +226,36 @@ def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
             storage_of[name], kind_of[name] = name, ("empty", _numel(size) * getattr(torch, dtype).itemsize)
         elif new := _COLLECTIVE.search(line):
             name, kind = new.groups()
-            storage_of[name], kind_of[name] = name, (kind, _numel(sizes[name]) * 4)
+            storage_of[name], kind_of[name] = name, (kind, nbytes[name])
         elif (same := _SAME.search(line)) and same.group(2) in storage_of:
             storage_of[same.group(1)] = storage_of[same.group(2)]
         for name in re.findall(r"\bdel (buf\d+)", line):
             storage_of.pop(name, None)
         out.append({storage: kind_of[storage] for storage in set(storage_of.values())})
     return out
+
+
+def peak_of_run(fn: Callable[[], object]) -> int:
+    """The most bytes that the program `fn` calls holds at any of its lines: what `memory_of` reads from code, run."""
+    peak = 0
+
+    def line(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal peak
+        held = [x.untyped_storage() for name, x in frame.f_locals.items() if name.startswith("buf")]
+        peak = max(peak, sum({storage._cdata: storage.nbytes() for storage in held}.values()))
+        return line
+
+    def call(frame: Any, event: str, arg: Any) -> Any:
+        generated = frame.f_code.co_name == "call" and frame.f_globals.get("empty_strided_cpu") is not None
+        return line if generated else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        fn()
+    finally:
+        sys.settrace(before)
+    return peak
 
 
 def _numel(size: str) -> int:

@@ -13,7 +13,7 @@ import dbuf
 import models
 from dbuf import RowAtomic, testing, tree
 from dbuf.errors import DbufError, TreeError
-from models import allocations, memory_of
+from models import allocations, memory_of, peak_of_run
 
 NUMEL = 4096
 
@@ -188,8 +188,10 @@ def _whole_step(layers: int, padded: bool) -> dict[str, Any]:
     given = _pointers((params, state))
     (params, state, _), (code,) = run_and_get_code(jitted, params, state, h)
     full, held = params["block0"].layout.size * 4, memory_of(code)
+    same_memory = _pointers((params, state)) == given
     return {
-        "same memory": _pointers((params, state)) == given,
+        "same memory": same_memory,
+        "peak of a run": peak_of_run(lambda: jitted(params, state, h)),
         "peak": max(sum(nbytes for _, nbytes in now.values()) for now in held),
         "full": full,
         "weights alive": max(sum(kind == "all_gather_into" for kind, _ in now.values()) for now in held),
@@ -209,6 +211,7 @@ def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool
     """
     small, large = (testing.run(_whole_step, layers, padded, world_size=2)[0] for layers in (4, 8))
     assert small["same memory"] and large["same memory"] and (small["padding"] > 0) is padded
+    assert all(0 < step["peak"] == step["peak of a run"] for step in (small, large))  # the code was read right
     grown = (large["peak"] - small["peak"]) / 4
     print(f"\npeak {small['peak']:,} bytes with 4 blocks, {large['peak']:,} with 8: {grown:,.0f} a block more")
     print(f"a block's full weights are {small['full']:,} bytes: {small['full alive']}, {large['full alive']} alive")
