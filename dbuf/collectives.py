@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from dbuf.compat import allow_in_graph, annotate
+from dbuf.compat import allow_in_graph, annotate, kept_in_backward, merging_trace_length
 from dbuf.plan.route import WAIT, ZEROS, Steps, transpose
 
 __all__ = ["GATHER_MARK", "is_collective", "move"]
@@ -73,7 +73,9 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
-        x_bar = move(cotangent, transpose(ctx.steps), ctx.back, ctx.wire).to(ctx.dtype)
+        # On a rank that owns nothing a gradient may depend on nothing, and its collectives would move forward.
+        with kept_in_backward():
+            x_bar = move(cotangent, transpose(ctx.steps), ctx.back, ctx.wire).to(ctx.dtype)
         return x_bar, None, None, None, None
 
     @staticmethod
@@ -90,13 +92,26 @@ class _Move(torch.autograd.Function):
 
 def _has_started(steps: Steps) -> bool:
     """Whether steps end with a collective that nobody has waited for."""
-    return steps[-1][0] not in ("rearrange", "scale", "wait")
+    return steps[-1][0] not in _LOCAL
 
 
 def _run(x: torch.Tensor, steps: Steps) -> torch.Tensor:
     for step in steps:
-        x = _EXECUTE[step[0]](x, *step[1:])
+        x = _EXECUTE[step[0]](x if step[0] in _LOCAL else _apart(x), *step[1:])
     return x
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself; in a graph whose equal nodes are merged, by a view that no other node equals.
+
+    Collectives with equal inputs are equal, and inputs may be so on some ranks alone: all that a rank owns nothing of
+    looks the same. Merged there and not elsewhere, they would leave the ranks waiting for each other forever. What
+    the view names, and no pass simplifies, is how long the graph was.
+    """
+    length = merging_trace_length()
+    if length is None or not isinstance(x.shape[0], int):
+        return x
+    return x[-_BEYOND - length :]
 
 
 def _rearrange(x: torch.Tensor, numel_in: int, pieces: tuple[tuple[int, int], ...]) -> torch.Tensor:
@@ -144,6 +159,9 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
 def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor
 
+
+_LOCAL = ("rearrange", "scale", "wait")
+_BEYOND = 2**48  # more elements than a tensor has: a slice that starts so far before the end is the whole
 
 _EXECUTE: dict[str, Callable[..., torch.Tensor]] = {
     "rearrange": _rearrange,

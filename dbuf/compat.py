@@ -6,8 +6,9 @@ private part of torch; `tests/test_compat.py` names each of these and fails when
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -25,7 +26,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.traceback import annotate
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import annotate, get_current_meta
 from torch.utils._pytree import GetAttrKey, TreeSpec
 
 __all__ = [
@@ -44,6 +46,8 @@ __all__ = [
     "flatten_mesh",
     "graph_breaks",
     "inside_func_transform",
+    "kept_in_backward",
+    "merging_trace_length",
     "node_draws_random",
     "node_is_backward",
     "node_is_recomputed",
@@ -140,7 +144,8 @@ def compile_inductor(
         graph_module.recompile()
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
-    with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False, enable_autograd_cache=False):
+    settings = {"remat_using_tags_for_fwd_loss_bwd_graph": False, "enable_autograd_cache": False, "cse": False}
+    with functorch_config.patch(settings):
         return cast(
             Callable[..., Any],
             compile_fx(gm, inputs, inner_compile=inner, config_patches=_same_order() | dict(options)),
@@ -171,6 +176,33 @@ def call_with_side_effects(fn: Callable[..., _R], *args: Any) -> _R:
     Dynamo refuses such changes, as it cannot repeat them when it recomputes; here nothing is left to repeat.
     """
     return dynamo_utils._disable_side_effect_safety_checks_for_current_subtracer(fn, *args)
+
+
+def merging_trace_length() -> int | None:
+    """The nodes so far of the graph that is traced, if equal ones are merged later (2.13, 2.14); otherwise None.
+
+    AOTAutograd merges equal nodes before it cuts a graph into forward and backward.
+    """
+    mode = get_proxy_mode()
+    return None if mode is None or not functorch_config.cse else len(mode.tracer.graph.nodes)
+
+
+@contextlib.contextmanager
+def kept_in_backward() -> Iterator[None]:
+    """What AOTAutograd traces meanwhile in a backward stays in the backward graph, whatever it depends on.
+
+    It goes by data flow: what no incoming gradient reaches would run in the forward, or in both. The tag is its own
+    (2.13, 2.14). In a forward, or where nothing is traced, this does nothing.
+    """
+    meta = get_current_meta()
+    in_backward = meta.get("partitioner_tag") == "is_backward"
+    if in_backward:
+        meta["partitioner_tag"] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        if in_backward:
+            meta["partitioner_tag"] = "is_backward"
 
 
 def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:

@@ -6,6 +6,7 @@ A torch or optree release that moves one fails the test that carries its name.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 from pathlib import Path
@@ -185,6 +186,71 @@ def test_backendfailed_is_what_a_failing_backend_raises() -> None:
         torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)(torch.ones(1))
 
 
+# --- AOTAutograd ------------------------------------------------------------------------------------------
+
+
+def split_graphs(fn: Any, *args: Any) -> list[list[str]]:
+    """The operations of a plain compile's forward, and of its backward."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[list[str]] = []
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in gm.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    torch.compile(fn, fullgraph=True, backend=backend)(*args).sum().backward()
+    return graphs
+
+
+@compat.allow_in_graph
+def view_apart(x: torch.Tensor) -> torch.Tensor:
+    length = compat.merging_trace_length()
+    return x if length is None else x[-(2**48) - length :]
+
+
+def test_merging_trace_length_tells_equal_nodes_apart_where_they_would_be_merged() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + x.sin()
+
+    def twice_apart(x: torch.Tensor) -> torch.Tensor:
+        return view_apart(x).sin() + view_apart(x).sin()
+
+    assert split_graphs(twice, x)[0].count("aten.sin.default") == 1, "nothing is merged: what is told apart, and why?"
+    assert split_graphs(twice_apart, x)[0].count("aten.sin.default") == 2
+    assert compat.merging_trace_length() is None
+    with compat.functorch_config.patch(cse=False):  # as compile_inductor has it
+        assert split_graphs(twice, x)[0].count("aten.sin.default") == 2
+        assert "aten.slice.Tensor" not in split_graphs(twice_apart, x)[0]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["without", "kept"])
+def test_kept_in_backward_holds_what_no_gradient_reaches(kept: bool) -> None:
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            with compat.kept_in_backward() if kept else contextlib.nullcontext():
+                torch.ops._c10d_functional.wait_tensor(torch.ones(3))
+            return cotangent * 2
+
+    wait = compat.allow_in_graph(lambda x: Wait.apply(x))
+    x = torch.ones(3, requires_grad=True)
+    forward, backward = split_graphs(lambda x: wait(x).sin(), x)
+    assert ("_c10d_functional.wait_tensor.default" in forward) is not kept
+    assert "_c10d_functional.wait_tensor.default" in backward
+    with compat.kept_in_backward():  # eager: nothing to hold
+        assert "partitioner_tag" not in compat.get_current_meta()
+
+
 # --- graphs -----------------------------------------------------------------------------------------------
 
 
@@ -253,7 +319,7 @@ def test_compile_inductor_runs_the_pass_on_the_graph_it_compiles() -> None:
 
 
 def test_functorch_config_has_the_settings_that_compile_inductor_turns_off() -> None:
-    for name in ("remat_using_tags_for_fwd_loss_bwd_graph", "enable_autograd_cache"):
+    for name in ("remat_using_tags_for_fwd_loss_bwd_graph", "enable_autograd_cache", "cse"):
         assert hasattr(compat.functorch_config, name)
 
 

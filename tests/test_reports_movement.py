@@ -385,7 +385,8 @@ def ranks_that_own_nothing(compiled: bool) -> Any:
     """All tensors on rank 1 of 3: values, reductions, and gradients through all that a rank may own nothing of."""
     mesh = mesh_of(3)
     tensors = {"w": torch.arange(1.0, 9.0).view(4, 2), "e": torch.ones(0, 3), "z": torch.ones(3, 0), "b": torch.ones(5)}
-    layout = dbuf.plan_tensor_atomic([tuple(t.shape) for t in tensors.values()], 3, tensor_owners=[1] * 4)
+    shapes = [tuple(t.shape) for t in tensors.values()]
+    layout, other = (dbuf.plan_tensor_atomic(shapes, 3, tensor_owners=[rank] * 4) for rank in (1, 2))
 
     def new(leaves: dict[str, torch.Tensor]) -> DBuffer:
         return dbuf.shard(leaves, mesh, TensorAtomic(), layout=layout)
@@ -405,8 +406,16 @@ def ranks_that_own_nothing(compiled: bool) -> Any:
         rows = dbuf.redistribute(new(leaves), S, layout=ShardLayout.UNPADDED)
         return (dbuf.allgather(rows).local ** 2).sum()
 
+    def selections(leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+        b = new(leaves)
+        return sum(dbuf.global_norm(dbuf.select(b, [path])) ** 2 for path in ("['w']", "['b']"))
+
+    def through_cat(leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+        b = dbuf.unpack(dbuf.redistribute(new(leaves), TensorAtomic(), layout=other))["b"]
+        return dbuf.psum((torch.cat([b, 2 * b]) ** 2).sum(), mesh)
+
     out = []
-    for fn in (gather, through_tensors, reductions, exchange):
+    for fn in (gather, through_tensors, reductions, exchange, selections, through_cat):
         leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
         call = torch.compile(fn, fullgraph=True, backend="aot_eager") if compiled else fn
         loss = call(leaves)
@@ -426,15 +435,18 @@ def test_transformer_engine_3207_ranks_that_own_nothing_join_forward_and_backwar
     """TransformerEngine#3207: a group that ended in an empty shard was skipped. Here it made other ranks wait forever.
 
     Was wrong: a rank that owned nothing had constants in place of its tensors, so its backward left out collectives
-    that the others were in, and a compiler moved those of the backward into the forward.
+    that the others were in, and a compiler moved those of the backward into the forward. Then: two selections of
+    nothing look the same, so a compiler merged the collectives that reduce them, on such ranks alone; and torch.cat
+    gives an empty tensor a gradient that depends on nothing, so the exchange before it moved into the forward again.
     """
     w, b = torch.arange(1.0, 9.0).view(4, 2), torch.ones(5)
     squares = float((w**2).sum() + 5)
     results = run(ranks_that_own_nothing, compiled, world_size=3)
     for out, _ in results:
-        (gather, *g), (double, *d), (norms, *n), (moved, *m) = out
-        assert (gather, double, norms, moved) == pytest.approx((squares, 4 * squares, 3 * squares - 5, squares))
-        for (got_w, got_b), (on_w, on_b) in [(g, (6, 6)), (d, (24, 24)), (n, (18, 12)), (m, (6, 6))]:
+        values = (squares, 4 * squares, 3 * squares - 5, squares, squares, 25)
+        factors = [(6, 6), (24, 24), (18, 12), (6, 6), (6, 6), (0, 30)]
+        assert [value for value, *_ in out] == pytest.approx(values)
+        for (_, got_w, got_b), (on_w, on_b) in zip(out, factors, strict=True):
             assert_close(got_w, on_w * w)
             assert_close(got_b, on_b * b)
     assert results[1][1] == [(4, 2), (0, 3), (0, 0), (5,)] and results[0][1] == [(0, 2), (0, 3), (0, 0), (0,)]
