@@ -24,7 +24,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _made(seed: int, broadcast: bool) -> dict[str, Any]:
     mesh = dbuf.init_mesh(("dp",))
-    model = functionalize(on_meta(modules.everything), (Block, "embed"))
+    model = functionalize(on_meta(tied_with_statistics), (Block, "embed"))
     group_of = {path: name for name, paths in model.groups.items() for path in paths}
     sizes: list[int] = []
     groups: set[frozenset[str]] = set()
@@ -50,6 +50,13 @@ def _made(seed: int, broadcast: bool) -> dict[str, Any]:
 
 
 CASE = modules.CASES["statistics"]
+
+
+def tied_with_statistics() -> nn.Module:
+    net = Language(norm=nn.BatchNorm1d)
+    net.head.weight = net.embed.weight
+    net.blocks[0].mlp.requires_grad_(False)  # type: ignore[index]
+    return net
 
 
 @pytest.mark.parametrize("broadcast", [False, True])

@@ -83,13 +83,13 @@ def test_eager(mesh: Any) -> None:
 
 @pytest.mark.slow
 def test_ten_million_parameters_in_one_program() -> None:
-    """ZeRO-3: two gathers a group, one for the embedding; a reduce-scatter each; one at a time; not a graph break."""
+    """ZeRO-3: two gathers a group, one for the embedding; a reduce-scatter each; at most two alive; no graph break."""
     assert 9e6 < sum(p.numel() for p in modules.build(LARGE).parameters()) < 11e6
     results = testing.run(modules.train, LARGE, *ZERO3, STEPS, True, world_size=2, timeout_s=600)
     check(results, LARGE)
     report = results[0]["report"]
-    assert report.collectives == {"all_gather": 2 * 5 - 1, "reduce_scatter": 5, "all_reduce": 1}  # the loss
-    assert report.gathered_alive == 1
+    assert report.collectives == {"all_gather": 2 * 5 - 1, "reduce_scatter": 5}
+    assert report.gathered_alive <= 2
     assert (report.compiles, report.graph_breaks) == (1, 0)
 
 
@@ -98,6 +98,6 @@ def test_hybrid_and_tied_in_one_program() -> None:
     results = testing.run(modules.train, SMALL, *HSDP, STEPS, True, world_size=4, timeout_s=600)
     check(results, SMALL)
     report = results[0]["report"]
-    # Root, embedding twice over, and one layer; the embedding's two gradients are added before they are reduced.
-    print(report.collectives)
+    # Root, embedding, layer, and the head, which reads the embedding's buffer; three gradients summed over replicas.
+    assert report.collectives == {"all_gather": 2 * 4 - 1, "reduce_scatter": 4, "all_reduce": 3}
     assert (report.compiles, report.graph_breaks) == (1, 0)
