@@ -7,9 +7,12 @@ private part of torch; `tests/test_compat.py` names each of these and fails when
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar, cast
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -37,6 +40,7 @@ __all__ = [
     "FakeTensorMode",
     "GetAttrKey",
     "NeedsRealTensors",
+    "ScheduledOp",
     "TreeSpec",
     "allow_in_graph",
     "annotate",
@@ -50,6 +54,7 @@ __all__ = [
     "merging_trace_length",
     "node_draws_random",
     "node_is_backward",
+    "node_is_inlined",
     "node_is_recomputed",
     "node_mark",
     "node_region",
@@ -124,13 +129,73 @@ def _same_order() -> dict[str, Any]:
     return {name: False} if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap") else {}
 
 
+@dataclasses.dataclass(frozen=True)
+class ScheduledOp:
+    """One operation of a program that Inductor is about to write down.
+
+    Attributes:
+        kind: `"gather"` and `"reduction"` (any collective but an all-gather) start a transfer, `"wait"` ends one.
+        needs: Positions of the operations that have to come earlier, for whatever reason.
+        reads: Those of them whose result it reads.
+        heavy: Whether it calls a kernel that Inductor did not write: a matrix product, attention.
+    """
+
+    kind: Literal["compute", "gather", "reduction", "wait"]
+    needs: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    heavy: bool = False
+
+
+Place = Callable[[list[ScheduledOp]], list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placing:
+    """The last pass of Inductor's scheduler (2.13, 2.14); part of its cache's key, so it pickles."""
+
+    place: Place
+    source: bytes  # a hash of what decides
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        return [nodes[i] for i in self.place(_scheduled_ops(nodes))]
+
+
+def _scheduled_ops(nodes: list[Any]) -> list[ScheduledOp]:
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    maker = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    ops = []
+    for i, node in enumerate(nodes):
+        deps = [(maker[d.name], d) for d in node.unmet_dependencies if maker.get(d.name, i) != i]
+        needs = tuple(sorted({j for j, _ in deps}))
+        reads = tuple(sorted({j for j, dep in deps if not isinstance(dep, WeakDep)}))
+        if contains_collective(node):
+            kind = "gather" if "all_gather" in str(node.node.op_overload) else "reduction"
+        else:
+            kind = "wait" if contains_wait(node) else "compute"
+        ops.append(ScheduledOp(kind, needs, reads, heavy=node.is_extern()))  # type: ignore[arg-type]
+    return ops
+
+
+def _placing(place: Place) -> dict[str, Any]:
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    files = sorted(str(file) for file in Path(inspect.getfile(place)).parent.glob("*.py"))
+    passes = [_Placing(place, get_hash_for_files(tuple(files)))]
+    return {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": passes}
+
+
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
     graph_pass: Callable[[torch.fx.Graph], None],
     options: Mapping[str, Any],
+    place: Place | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph by Inductor, with `graph_pass` run on the flat graph of forward and backward.
+
+    `place` decides the order of the program after all else; it does not run for a program from Inductor's cache.
 
     The pass runs before Inductor looks into its cache, so it always sees the graph. torch's own pass that repeats
     tagged nodes in the backward handles one backward region and no random ops (2.13, 2.14); ours takes any number,
@@ -144,11 +209,12 @@ def compile_inductor(
         graph_module.recompile()
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
+    patches = _same_order() | (_placing(place) if place else {}) | dict(options)
     settings = {"remat_using_tags_for_fwd_loss_bwd_graph": False, "enable_autograd_cache": False, "cse": False}
     with functorch_config.patch(settings):
         return cast(
             Callable[..., Any],
-            compile_fx(gm, inputs, inner_compile=inner, config_patches=_same_order() | dict(options)),
+            compile_fx(gm, inputs, inner_compile=inner, config_patches=patches),
         )
 
 
@@ -245,6 +311,16 @@ def node_is_recomputed(node: torch.fx.Node) -> bool:
 
     tag = node.meta.get("recompute")
     return tag in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def node_is_inlined(node: torch.fx.Node) -> bool:
+    """Whether Inductor computes a graph node where it is read, element by element (2.13, 2.14)."""
+    aten = torch.ops.aten
+    gathers = (aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.index_select.default)
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in (
+        *gathers,
+        torch.ops.prims.convert_element_type.default,
+    )
 
 
 def node_region(node: torch.fx.Node) -> int | None:

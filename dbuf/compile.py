@@ -19,6 +19,7 @@ from dbuf.creation import check
 from dbuf.donation import check_donation, check_memory, write_back
 from dbuf.errors import DbufError, explain
 from dbuf.inspection import Report, read_graph
+from dbuf.schedule import Overlap
 
 __all__ = ["Jitted", "disable_jit", "inspect", "jit"]
 
@@ -31,6 +32,7 @@ def jit(
     fn: Callable[P, R],
     *,
     donate_argnums: int | Sequence[int] = (),
+    overlap: bool | Overlap = True,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
 ) -> Jitted[P, R]:
@@ -44,6 +46,8 @@ def jit(
         donate_argnums: Positional arguments whose memory the results take over. The k-th of them pairs with the
             k-th element of the returned tuple (or with the result itself, if that is no tuple); both have the
             same structure, specs, shapes and dtypes. Only the returned buffers may be used afterwards.
+        overlap: Whether collectives run behind compute, or an `Overlap` that says what does and within what memory.
+            Numbers, and the collectives themselves, do not depend on it.
         dynamic: As in `torch.compile`: by default a second shape of a batch makes that dimension dynamic. Buffers
             never become dynamic: each set of specs has a program of its own.
         options: Settings of Inductor.
@@ -66,7 +70,13 @@ def jit(
         (tensor(1.7321), 1)
     """
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    return Jitted(fn, numbers, dynamic, dict(options or {}))
+    return Jitted(fn, numbers, _overlap(overlap), dynamic, dict(options or {}))
+
+
+def _overlap(overlap: bool | Overlap) -> Overlap:
+    if isinstance(overlap, Overlap):
+        return overlap
+    return Overlap(gathers=overlap, reductions=overlap)
 
 
 @contextlib.contextmanager
@@ -104,12 +114,14 @@ class Jitted(Generic[P, R]):
         self,
         fn: Callable[P, R],
         donate_argnums: tuple[int, ...],
+        overlap: Overlap,
         dynamic: bool | None,
         options: dict[str, Any],
     ) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.donate_argnums = donate_argnums
+        self._overlap = overlap
         self._dynamic = dynamic
         self._options = options
         self._programs: dict[Hashable, _Program] = {}
@@ -144,7 +156,7 @@ class Jitted(Generic[P, R]):
                 f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})",
             )
             self._try_out(args, kwargs)
-            program = _Program(self.fn, self.donate_argnums, self._dynamic, self._options, args, kwargs)
+            program = _Program(self.fn, self.donate_argnums, self._overlap, self._dynamic, self._options, args, kwargs)
             self._programs[key] = program
         return program
 
@@ -188,13 +200,16 @@ class _Program:
         self,
         fn: Callable[..., Any],
         donate_argnums: tuple[int, ...],
+        overlap: Overlap,
         dynamic: bool | None,
         options: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         self.compiles = 0
-        self._options = options
+        # A program from Inductor's cache has been ordered already, and could report nothing.
+        self._options = options if overlap.report is None else {"fx_graph_cache": False, **options}
+        self._overlap = overlap
         self._dynamic = dynamic
         self._report: Report | None = None
         self._axis_of_group = _axes(buffers((args, kwargs)))
@@ -207,13 +222,15 @@ class _Program:
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiles += 1
-        return compat.compile_inductor(gm, inputs, self._schedule, self._options)
+        return compat.compile_inductor(gm, inputs, self._schedule, self._options, self._overlap.place)
 
     def _schedule(self, graph: torch.fx.Graph) -> None:
         schedule.repeat_in_backward(graph)
         schedule.sink_gathers(graph)
+        schedule.store_results(graph)
         schedule.anchor_padding(graph)
         schedule.take_before_writing(graph)
+        self._overlap.prefetch(graph)
         self._report = read_graph(graph, self._axis_of_group)
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
@@ -221,7 +238,7 @@ class _Program:
         if self._report is None:
 
             def read_only(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-                return compat.compile_inductor(gm, inputs, stop, self._options)
+                return compat.compile_inductor(gm, inputs, stop, self._options, self._overlap.place)
 
             def stop(graph: torch.fx.Graph) -> None:
                 self._schedule(graph)

@@ -302,6 +302,40 @@ def test_node_draws_random() -> None:
     assert not compat.node_draws_random(x)
 
 
+def test_node_is_inlined() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    assert compat.node_is_inlined(graph.call_function(aten.mul.Tensor, (x, x)))
+    assert compat.node_is_inlined(graph.call_function(aten.embedding.default, (x, x)))
+    assert not compat.node_is_inlined(graph.call_function(aten.mm.default, (x, x)))
+    assert not compat.node_is_inlined(graph.call_function(aten.sum.default, (x,)))
+    assert not compat.node_is_inlined(x)
+
+
+@pytest.mark.slow
+def test_scheduledop_describes_a_program_and_its_order_can_be_chosen() -> None:
+    """Two chains that share nothing, written in the order that `place` asks for; collectives are in test_schedule."""
+    seen: list[list[compat.ScheduledOp]] = []
+
+    def place(ops: list[compat.ScheduledOp]) -> list[int]:
+        seen.append(ops)
+        return list(range(len(ops)))
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return compat.compile_inductor(gm, inputs, lambda graph: None, {"fx_graph_cache": False}, place)
+
+    x = torch.eye(3)
+    out = compat.compile_program(lambda x: (x.sin() @ x).cos(), dynamic=None, backend=backend)(x)
+    torch.testing.assert_close(out, (x.sin() @ x).cos())
+    (ops,) = seen
+    assert [(op.kind, op.needs, op.reads, op.heavy) for op in ops] == [
+        ("compute", (), (), False),
+        ("compute", (0,), (0,), True),
+        ("compute", (1,), (1,), False),
+    ]
+
+
 @pytest.mark.slow
 def test_compile_inductor_runs_the_pass_on_the_graph_it_compiles() -> None:
     def to_zero(graph: torch.fx.Graph) -> None:

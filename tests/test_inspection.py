@@ -66,14 +66,14 @@ def test_a_hybrid_step_worked_out_by_hand() -> None:
         # The mean of the loss: one element over each of the two axes, listed apart.
         assert report.scalars == {"all_reduce": 2}
         assert report.nbytes == {"all_gather": 3 * 256, "reduce_scatter": 2 * 256, "all_reduce": 2 * 128 + 2 * 4}
-        assert (report.gathered_alive, report.gathered_nbytes_alive) == (1, 256)
+        assert (report.gathered_alive, report.gathered_nbytes_alive) == (2, 512)
         # Forward 2; backward 2 for the weights and 1 for the second layer's input.
         assert report.ops["aten.mm"] == 5
         assert (got["compiles"], report.graph_breaks) == (0, 0)
         rows = [" ".join(line.split()) for line in got["text"].splitlines()]
         assert "all_gather shard float32 forward 2" in rows
         assert "all_gather shard float32 backward 1" in rows
-        assert rows[-1] == "gathered at once: 1 buffers, 256 bytes; compiles 0, graph breaks 0"
+        assert rows[-1] == "gathered at once: 2 buffers, 512 bytes; compiles 0, graph breaks 0"
 
 
 def test_bytes_of_a_collective() -> None:

@@ -292,7 +292,7 @@ def test_counts_in_the_compiled_graph() -> None:
     assert counts["kept"] == {"all_gather": groups, "reduce_scatter": groups}
     assert counts["gathered"] == counts["both"] == {"all_gather": 2 * groups - 1, "reduce_scatter": groups}
     assert got["kept"]["alive"] == groups - 1
-    assert got["gathered"]["alive"] == got["both"]["alive"] == 1
+    assert got["gathered"]["alive"] == got["both"]["alive"] == 2
     # Forward 2 a block, backward 4; the head 1 and 2.
     assert matmuls["kept"] == matmuls["gathered"] == 6 * LAYERS + 3
     # Recomputed: the first matmul of each block; nothing reads what its second one, or the head's, gave.
@@ -317,15 +317,17 @@ def test_counts_in_the_compiled_graph() -> None:
 
 
 def lifetimes(code: str) -> list[tuple[str, int, int]]:
-    """`(buffer it is gathered from, line of the gather, line where it is freed)` of every all-gather."""
+    """`(buffer it is gathered from, line of the gather, last line that reads it)` of every all-gather."""
     lines = code[code.index("def call(") :].splitlines()
     found = []
     for i, line in enumerate(lines):
         made = re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.all_gather_into_tensor\.default\((\w+),", line)
         if made:
             name = made.group(1)
-            freed = next(j for j in range(i, len(lines)) if re.search(rf"\bdel {name}\b", lines[j]))
-            found.append((made.group(2), i, freed))
+            reads = [j for j in range(i, len(lines)) if re.search(rf"(?<!del )\b{name}\b", lines[j])]
+            # Its memory may be handed on to another buffer; that line only renames it.
+            last = max(j for j in reads if f"del {name}" not in lines[j])
+            found.append((made.group(2), i, last))
     return found
 
 
@@ -335,7 +337,7 @@ def most_alive(spans: list[tuple[str, int, int]]) -> int:
 
 def _compiled() -> dict[str, Any]:
     params, tokens = _start(3, width=24, hidden=40)
-    jitted = models.jit(dbuf.value_and_grad(models.language_loss()))
+    jitted = models.jit(dbuf.value_and_grad(models.language_loss()), overlap=False)  # test_schedule.py has it on
     (loss, grads), codes = run_and_get_code(jitted, params, tokens)
     order = {f"arg{i}_1": name for i, name in enumerate(params)}
     eager_loss, eager_grads = jitted.fn(params, tokens)
@@ -358,8 +360,7 @@ def test_lifetimes_in_the_compiled_code() -> None:
         assert [name for name, _, _ in spans] == ["block0", "block1", "block2", "block2", "block1", "block0"]
         for (_, _, freed), (name, made, _) in itertools.pairwise(spans):
             assert freed < made, f"{name} is gathered while another block's weights are alive: {spans}"
-        # Where the forward turns into the backward: the last block's, the head's, and the head's gathered again.
-        assert most_alive(got["spans"]) <= 3
+        assert most_alive(got["spans"]) == 1
 
 
 def _compiled_others() -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""Reading what a donated argument holds before a result is written there."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph
+
+from dbuf.schedule.values import origin
+
+__all__ = ["take_before_writing"]
+
+
+def take_before_writing(graph: Graph) -> int:
+    """Read a donated tensor that is itself a result before anything is written over it.
+
+    Inductor drops the clone of a result that is another donated argument (2.13, 2.14), and then reads that argument
+    after its own result has been written there: `(params, previous) -> (new, params)` would return `new` twice.
+
+    Args:
+        graph: A flat graph that ends with copies into its inputs, changed in place.
+
+    Returns:
+        The number of results read early.
+    """
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    written = {node.args[0] for node in writes}
+    early = [(node, node.args[1]) for node in writes if origin(node.args[1]) in written - {node.args[0]}]
+    for node, source in early:
+        with graph.inserting_before(writes[0]):
+            # By arithmetic, since copies that change nothing are dropped. Multiplying by one keeps every number.
+            if source.meta["val"].dtype == torch.bool:
+                taken = graph.call_function(torch.ops.aten.logical_or.default, (source, source))
+            else:
+                taken = graph.call_function(torch.ops.aten.mul.Tensor, (source, 1))
+            taken.meta["val"] = source.meta["val"]
+        node.args = (node.args[0], taken)
+    return len(early)

@@ -1,0 +1,181 @@
+"""The order in which a compiled program issues its operations: collectives start early and are waited for late.
+
+Pure integers. Inductor decides the order of everything last, by sizes that a rank sees; this decides it once more,
+without ever exchanging two collectives, so that every rank issues them in the order of the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dbuf.compat import ScheduledOp
+
+__all__ = ["Order", "order_ops"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What `order_ops` decided.
+
+    Attributes:
+        positions: The operations in their new order.
+        gathers_early: Gathers that start before another operation than their own wait.
+        reductions_late: Reductions that compute runs behind.
+        gathered_alive: The most gathered buffers that exist at once.
+    """
+
+    positions: tuple[int, ...]
+    gathers_early: int
+    reductions_late: int
+    gathered_alive: int
+
+
+def order_ops(
+    ops: Sequence[ScheduledOp], *, groups_in_flight: int = 2, gathers: bool = True, reductions: bool = True
+) -> Order:
+    """Place starts and waits; compute keeps its order, but for what has to wait for a reduction.
+
+    A gather starts as soon as fewer than `groups_in_flight` gathered buffers exist, and is waited for right before
+    its first reader. A reduction starts as soon as only light work is left to do for its input, and is waited for
+    when the next one has started; what reads it comes after that.
+
+    Args:
+        ops: In an order that works.
+        groups_in_flight: The most gathered buffers to exist at once, the one in use included.
+        gathers: Whether gathers start early; otherwise each starts where it is waited for.
+        reductions: Whether reductions are waited for late; otherwise where the given order reads them.
+    """
+    run = _Run(ops, groups_in_flight, gathers, reductions)
+    run.start_what_can()
+    for i, op in enumerate(ops):
+        if op.kind == "compute":
+            run.visit(i)
+    for i in range(len(ops)):
+        run.force(i)
+    return run.result()
+
+
+class _Run:
+    """One walk over a program."""
+
+    def __init__(self, ops: Sequence[ScheduledOp], limit: int, gathers: bool, reductions: bool) -> None:
+        self.ops, self.limit, self.gathers, self.reductions = ops, limit, gathers, reductions
+        self.wait_of = {r: i for i, op in enumerate(ops) if op.kind == "wait" for r in op.reads}
+        self.needs = [self._all_needs(i) for i in range(len(ops))]
+        self.chain = [i for i, op in enumerate(ops) if op.kind in ("gather", "reduction")]
+        self.readers = self._readers_of_gathers()
+        self.done = [False] * len(ops)
+        self.out: list[int] = []
+        self.alive: set[int] = set()
+        self.most_alive = 0
+        self.next_start = 0  # in the chain
+        self.in_flight: list[int] = []  # reductions that nobody has waited for
+        self.late: list[int] = []  # compute that waits for one of them
+
+    def _all_needs(self, i: int) -> tuple[int, ...]:
+        """What has to be done before an operation; who follows the start of a transfer follows its end as well."""
+        op = self.ops[i]
+        if op.kind != "compute":
+            return op.needs
+        return tuple(dict.fromkeys([*op.needs, *(self.wait_of[n] for n in op.needs if n in self.wait_of)]))
+
+    def _readers_of_gathers(self) -> dict[int, set[int]]:
+        readers: dict[int, set[int]] = {i: set() for i in self.chain if self.ops[i].kind == "gather"}
+        for i, op in enumerate(self.ops):
+            for source in op.reads:
+                start = (
+                    self.ops[source].reads[0] if self.ops[source].kind == "wait" and self.ops[source].reads else source
+                )
+                if start in readers:
+                    readers[start].add(i)
+        return readers
+
+    def visit(self, i: int) -> None:
+        """A compute operation's turn has come. What depends on nothing is left until it is read."""
+        if self.done[i] or not self.needs[i]:
+            return
+        if self.reductions and self._needs_late(i):
+            self.late.append(i)
+            return
+        self.force(i)
+        self.start_what_can()
+
+    def _needs_late(self, i: int) -> bool:
+        waits = {self.wait_of.get(start) for start in self.in_flight}
+        late = set(self.late)
+        return any(n in waits or n in late for n in self.needs[i] if not self.done[n])
+
+    def force(self, i: int) -> None:
+        """Issue an operation, after all that it needs."""
+        stack = [i]
+        while stack:
+            top = stack[-1]
+            missing = [n for n in self.needs[top] if not self.done[n]]
+            if self.done[top] or not missing:
+                stack.pop()
+                if not self.done[top]:
+                    self._issue(top)
+            else:
+                stack.extend(sorted(missing, reverse=True))
+
+    def _issue(self, i: int) -> None:
+        self.done[i] = True
+        self.out.append(i)
+        kind = self.ops[i].kind
+        if kind == "gather":
+            self.alive.add(i)
+            self.most_alive = max(self.most_alive, len(self.alive))
+        elif kind == "reduction":
+            self.in_flight.append(i)
+        elif kind == "wait":
+            self.in_flight = [start for start in self.in_flight if self.wait_of.get(start) != i]
+        for start in [g for g in self.alive if all(self.done[r] for r in self.readers[g])]:
+            self.alive.remove(start)
+
+    def start_what_can(self) -> None:
+        """Start collectives in their order, as far as inputs and memory allow."""
+        while self.next_start < len(self.chain):
+            i = self.chain[self.next_start]
+            if not self.done[i]:
+                if self.ops[i].kind == "gather":
+                    if not self.gathers or len(self.alive) >= self.limit or not self._is_ready(i, heavy=True):
+                        return
+                elif not self._is_ready(i, heavy=False):
+                    return
+                self.force(i)
+                if self.ops[i].kind == "reduction" and self.reductions:
+                    self._finish_all_but_the_last()
+            self.next_start += 1
+
+    def _is_ready(self, i: int, heavy: bool) -> bool:
+        """Whether what an operation still needs is compute alone, and none of it heavy unless `heavy`."""
+        stack = list(self.needs[i])
+        while stack:
+            n = stack.pop()
+            if not self.done[n]:
+                if self.ops[n].kind != "compute" or (self.ops[n].heavy and not heavy):
+                    return False
+                stack.extend(self.needs[n])
+        return True
+
+    def _finish_all_but_the_last(self) -> None:
+        """Wait for reductions but the one that has just started, and catch up with what reads them."""
+        for start in self.in_flight[:-1]:
+            if start in self.wait_of:
+                self.force(self.wait_of[start])
+        late, self.late = self.late, []
+        for i in late:
+            if self._needs_late(i):
+                self.late.append(i)
+            else:
+                self.force(i)
+
+    def result(self) -> Order:
+        place = {i: at for at, i in enumerate(self.out)}
+        early = late = 0
+        for start, wait in self.wait_of.items():
+            behind = any(self.ops[i].kind == "compute" for i in self.out[place[start] + 1 : place[wait]])
+            early += behind and self.ops[start].kind == "gather"
+            late += behind and self.ops[start].kind == "reduction"
+        return Order(tuple(self.out), early, late, self.most_alive)

@@ -1,0 +1,151 @@
+"""Overlap in the generated code: how much runs behind compute, what is alive, and the same order on every rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dbuf
+import models
+import programs
+from dbuf import ShardLayout, testing
+from dbuf.errors import DbufError
+from dbuf.plan.tensors import plan_tensor_atomic
+from dbuf.schedule import Overlap
+from dbuf.train import Strategy, init, make_train_step
+
+BLOCKS = 5
+
+
+def _state(strategy: Strategy, mesh: Any, kinds: tuple[str, ...] = ("padded",)) -> tuple[Any, Any]:
+    """A state whose groups take the kinds of layout in turn, and the optimizer."""
+    optimizer = dbuf.optim.adamw(1e-2)
+    params, size = {}, strategy.dp_size(mesh)
+    groups = {**models.weights(BLOCKS), "tiny": {"w": torch.ones(1)}}
+    for i, (name, group) in enumerate(groups.items()):
+        kind = "unpadded" if name == "tiny" else kinds[i % len(kinds)]
+        layout: Any = ShardLayout(kind) if kind != "owners" else _owners(group, size)
+        params[name] = dbuf.shard(group, mesh, strategy.optim, layout=layout, dp_size=size)
+    return init(params, optimizer, strategy), optimizer
+
+
+def _owners(group: Any, size: int) -> Any:
+    return plan_tensor_atomic([t.shape for t in group.values()], size, tensor_owners=[0] * len(group))
+
+
+def _loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    rest = {name: buf for name, buf in params.items() if name != "tiny"}
+    return models.language_loss()(rest, tokens) * dbuf.gathered(lambda p: p["w"].sum())(params["tiny"])
+
+
+def _step(strategy: Strategy, optimizer: Any, **options: Any) -> Any:
+    return models.jit(make_train_step(_loss, optimizer, strategy), donate_argnums=0, **options)
+
+
+# The order on every rank.
+
+FAKE = Path(__file__).with_name("fake_world.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hfsdp"])
+def test_every_rank_of_a_world_of_two_by_four_issues_the_same_collectives(strategy: str) -> None:
+    """PADDED, UNPADDED and whole tensors in one step; most ranks own nothing of some groups, seven of `tiny`."""
+    run = subprocess.run([sys.executable, str(FAKE), strategy], capture_output=True, text=True, timeout=1500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, *others = json.loads(run.stdout.splitlines()[-1])
+    gathers = [op for op, _, _ in first if op.startswith("all_gather")]
+    assert len(gathers) >= 2 * (BLOCKS + 2)
+    assert all(size > 0 for _, _, size in first)
+    assert all(other == first for other in others)
+
+
+def _on_three() -> dict[str, Any]:
+    """A step on uneven and empty segments, with and without overlap: losses, weights, order of collectives."""
+    mesh, strategy = dbuf.init_mesh(("dp",)), Strategy.zero3()
+    out: dict[str, Any] = {}
+    for overlap in (True, False):
+        state, optimizer = _state(strategy, mesh, ("unpadded", "padded", "owners"))
+        empty = [name for name, buf in state.params.items() if not buf.local.numel()]
+        step, losses = _step(strategy, optimizer, overlap=overlap), []
+        for i in range(3):
+            state, metrics = step(state, models.share(models.batch(i), dist.get_rank(), 3))
+            losses.append(metrics["loss"].item())
+        report = step.inspect(state, models.share(models.batch(), dist.get_rank(), 3))
+        out[f"{overlap}"] = {
+            "losses": losses,
+            "weights": {name: buf.local for name, buf in state.params.items()},
+            "sequence": [(c.kind, c.axis, c.numel) for c in report.sequence],
+            "counts": (report.collectives, report.scalars),
+        }
+    return {**out, "empty": empty}
+
+
+@pytest.mark.slow
+def test_three_ranks_with_empty_segments_agree_and_overlap_changes_no_number() -> None:
+    first, *others = testing.run(_on_three, world_size=3)
+    assert any(got["empty"] for got in (first, *others))
+    for got in (first, *others):
+        on, off = got["True"], got["False"]
+        assert on["losses"] == off["losses"] and on["counts"] == off["counts"]
+        testing.assert_bitwise(on["weights"], off["weights"])
+        assert on["sequence"] == first["True"]["sequence"] and off["sequence"] == first["False"]["sequence"]
+        assert sorted(on["sequence"]) == sorted(off["sequence"])
+    assert first["True"]["sequence"] != first["False"]["sequence"], "overlap moved nothing"
+
+
+# What the program does.
+
+
+def _programs() -> dict[str, Any]:
+    mesh, strategy = dbuf.init_mesh(("dp",)), Strategy.zero3()
+    state, optimizer = _state(strategy, mesh)
+    tokens = models.share(models.batch(), dist.get_rank(), 2)
+    out: dict[str, Any] = {}
+    lines: list[str] = []
+    settings = {
+        "on": True,
+        "off": False,
+        "gathers": Overlap(reductions=False),
+        "reductions": Overlap(gathers=False),
+        "three": Overlap(groups_in_flight=3, report=lines.append),
+    }
+    for name, overlap in settings.items():
+        code = programs.code_of(_step(strategy, optimizer, overlap=overlap), state, tokens)
+        behind = programs.behind(code)
+        out[name] = {
+            "alive": programs.gathered_alive(code),
+            "gathers": [n for op, n in behind if op.startswith("all_gather")],
+            "reductions": [n for op, n in behind if op.startswith("reduce_scatter")],
+        }
+    return {**out, "lines": lines}
+
+
+@pytest.mark.slow
+def test_what_runs_behind_compute_and_what_is_alive() -> None:
+    got, _ = testing.run(_programs, world_size=2)
+    groups = BLOCKS + 2
+    on, off = got["on"], got["off"]
+    assert (on["alive"], off["alive"], got["three"]["alive"]) == (2, 1, 3)
+    assert len(on["gathers"]) == len(off["gathers"]) and len(on["reductions"]) == groups + 1
+    # Every gather but that of the first group runs behind the group before it, every reduction behind the one after.
+    assert sum(n > 0 for n in on["gathers"]) >= len(on["gathers"]) - 3
+    assert sum(n > 0 for n in on["reductions"]) >= groups - 1
+    assert not any(off["gathers"]) and not any(off["reductions"])
+    assert any(got["gathers"]["gathers"]) and not any(got["gathers"]["reductions"])
+    assert any(got["reductions"]["reductions"]) and not any(got["reductions"]["gathers"])
+    assert [line.split(",")[1].split(":")[0] for line in got["lines"]] == [" graph", " program"]
+
+
+def test_a_bound_is_a_positive_count() -> None:
+    with pytest.raises(DbufError, match="groups_in_flight"):
+        Overlap(groups_in_flight=0)
+    with pytest.raises(DbufError, match="groups_in_flight"):
+        Overlap(groups_in_flight=True)
