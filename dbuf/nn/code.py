@@ -12,7 +12,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -115,6 +115,8 @@ class _Site:
         """Gather what no group around this one has gathered, and run the module's own forward on it."""
         running = self._running
         around = running.open
+        if not torch.compiler.is_compiling() and any(name not in running.bufs for name in self._within):
+            _refuse_outside(self._within)
         inside = {name: running.bufs[name] for name in self._within}
         own = {name: inside[name] for name in self._reads if name not in around}
 
@@ -133,6 +135,18 @@ class _Site:
 
         use = remat(gathered(call_again)) if self._again else gathered(call)
         return use(own, inside, args, kwargs)
+
+
+def _refuse_outside(names: tuple[str, ...]) -> NoReturn:
+    raise TreeError(
+        explain(
+            "dbuf.nn",
+            "a group runs outside of apply, where it has no numbers.",
+            got=", ".join(map(repr, names)),
+            need="model.apply(params, ...); a module that recomputes itself does so in the backward, after it",
+            fix="functionalize(module, groups, remat=True), with the model's own checkpointing switched off",
+        )
+    )
 
 
 @contextlib.contextmanager

@@ -208,6 +208,25 @@ def test_a_weight_read_outside_of_its_group_is_refused(compiled: bool) -> None:
         run(params, torch.ones(2, 3))
 
 
+class Checkpointed(Language):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+        return self.head(self.norm(h))
+
+
+def test_groups_that_run_outside_of_apply_are_refused() -> None:
+    """The code called by itself, and a model that checkpoints its blocks: the backward runs them again, alone."""
+    words = r"(?s)runs outside of apply.*'blocks.1'.*remat=True"
+    _, model, params, _ = split(Checkpointed(), Block)
+    with pytest.raises(TreeError, match=words):
+        model.module(TOKENS)
+    whole = dbuf.allgather(params)  # a gathered group has saved-tensor hooks of its own, inside the checkpoint's
+    with pytest.raises(TreeError, match=words):
+        dbuf.grad(lambda params: model.apply(params, TOKENS).sum())(whole)
+
+
 def test_buffers_that_do_not_fit_are_refused() -> None:
     _, model, params, rest = split(modules.frozen(), Block)
     mesh = dbuf.init_mesh()
@@ -241,3 +260,21 @@ def test_sources_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(TreeError, match=f"(?s)dbuf.nn: shard.*{words}"):
             model.shard(source, dbuf.init_mesh(), RowAtomic())
+
+
+def test_the_ready_made_step_trains_it() -> None:
+    from dbuf.train import Strategy, init, make_train_step
+
+    net, mesh, strategy = Language(), dbuf.init_mesh(), Strategy.zero3()
+    model = functionalize(net, Block)
+    params, _ = model.shard(net, mesh, strategy.optim, dp_size=strategy.dp_size(mesh))
+    optimizer = dbuf.optim.sgd(0.1)
+    step = make_train_step(
+        lambda params, tokens: modules.language_loss(lambda x: model.apply(params, x), tokens), optimizer, strategy
+    )
+    state, metrics = step(init(params, optimizer, strategy), TOKENS)
+    loss = modules.language_loss(net, TOKENS)
+    testing.assert_close(metrics["loss"], loss.detach())
+    loss.backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    testing.assert_close(model.state_dict(state.params), dict(net.state_dict()))
