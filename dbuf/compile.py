@@ -76,6 +76,16 @@ def jit(
 def _overlap(overlap: bool | Overlap) -> Overlap:
     if isinstance(overlap, Overlap):
         return overlap
+    if not isinstance(overlap, bool):
+        raise DbufError(
+            explain(
+                "dbuf.jit",
+                "no such overlap.",
+                got=repr(overlap),
+                need="True, False or a dbuf.schedule.Overlap",
+                fix="overlap=dbuf.schedule.Overlap(groups_in_flight=3)",
+            )
+        )
     return Overlap(gathers=overlap, reductions=overlap)
 
 

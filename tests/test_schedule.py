@@ -149,3 +149,5 @@ def test_a_bound_is_a_positive_count() -> None:
         Overlap(groups_in_flight=0)
     with pytest.raises(DbufError, match="groups_in_flight"):
         Overlap(groups_in_flight=True)
+    with pytest.raises(DbufError, match="no such overlap"):
+        dbuf.jit(_loss, overlap=3)  # type: ignore[arg-type]

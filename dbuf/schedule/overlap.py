@@ -32,7 +32,7 @@ class Overlap:
     report: Callable[[str], object] | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self.groups_in_flight, "groups_in_flight", "dbuf.Overlap", DbufError)
+        require_positive(self.groups_in_flight, "groups_in_flight", "dbuf.schedule.Overlap", DbufError)
 
     def prefetch(self, graph: Graph) -> None:
         """Put the gathers of a graph, after all other passes, into the order in which they are to start."""
