@@ -69,13 +69,27 @@ def copy_code(module: nn.Module) -> nn.Module:
     """A copy of a module with placeholders as parameters, tied where they were; its buffers are copied.
 
     Nothing is allocated for parameters, and the original shares nothing with the copy.
+
+    Raises:
+        TreeError: `copy.deepcopy` does not take the module.
     """
     memo: dict[int, Any] = {}
     for path, parameter in module.named_parameters():
         blank = torch.empty_like(parameter.detach(), device="meta").as_subclass(Placeholder)
         blank.path = path  # type: ignore[attr-defined]
         memo[id(parameter)] = blank.requires_grad_(parameter.requires_grad)
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as error:
+        raise TreeError(
+            explain(
+                "dbuf.nn.functionalize",
+                "the module's code cannot be copied.",
+                got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                need="a module that copy.deepcopy takes: parameters and constants, no computed tensors, no locks",
+                fix="torch.nn.utils.parametrizations in place of the old weight_norm; or make such things in forward",
+            )
+        ) from error
 
 
 def install(plan: Plan, rematerialized: Iterable[nn.Module], running: Running) -> None:

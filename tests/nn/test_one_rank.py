@@ -28,6 +28,58 @@ def split(module: nn.Module, groups: Any = None) -> Split:
 TOKENS = torch.arange(10).reshape(2, 5)
 
 
+class Wrapped(nn.Module):
+    """A module whose result may be a tuple, between an input and a linear layer."""
+
+    def __init__(self, inner: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.inner = inner
+        self.times = times
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(*[x] * self.times)
+        return self.out(y[0] if isinstance(y, tuple) else y)
+
+
+def _encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+
+TORCH: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "lstm": lambda: (nn.LSTM(8, 8, batch_first=True), nn.LSTM),
+    "gru in the root": lambda: (nn.GRU(8, 8, batch_first=True), None),
+    "attention": lambda: (nn.MultiheadAttention(8, 2, batch_first=True), nn.MultiheadAttention),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear),
+    "encoder": lambda: (nn.TransformerEncoder(_encoder_layer(), 2), nn.TransformerEncoderLayer),  # type: ignore[arg-type]
+    "fast path": lambda: (_encoder_layer().eval(), nn.TransformerEncoderLayer),
+    "transformer": lambda: (
+        nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True),
+        (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    ),
+    "convolution": lambda: (nn.Sequential(nn.Conv1d(5, 4, 1), nn.GroupNorm(2, 4), nn.ReLU()), nn.Conv1d),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_modules_of_torch(name: str) -> None:
+    """Code that looks at its own weights in ways of its own: equal but for rounding, with equal gradients."""
+    torch.manual_seed(0)
+    inner, groups = TORCH[name]()
+    net = Wrapped(inner, {"attention": 3, "transformer": 2}.get(name, 1))
+    _, model, params, rest = split(net, groups)
+    x = torch.randn(3, 5, 8)
+    weight = torch.randn(net(x).shape)
+    testing.assert_close(model.apply(params | rest, x), net(x).detach())
+    (net(x) * weight).sum().backward()
+    grads = dbuf.grad(lambda params: (model.apply(params | rest, x) * weight).sum())(params)
+    named = dict(net.named_parameters())
+    for group, paths in model.groups.items():
+        found = dbuf.tree.leaves(dbuf.unpack(grads[group]))
+        testing.assert_close(found, [named[path].grad for path in paths], rtol=1e-5)
+    net.load_state_dict(model.state_dict(params | rest))
+
+
 def test_the_module_is_left_as_it_was() -> None:
     net, model, params, _ = split(Language(), Block)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -245,6 +297,13 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     _, model, params, rest = split(modules.statistics())
     with pytest.raises(TreeError, match=r"(?s)norm.running_mean': missing.*with both"):
         model.apply_and_update(params, {}, TOKENS)
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    net = Language()
+    net.lock = threading.Lock()
+    with pytest.raises(TreeError, match=r"(?s)cannot be copied.*TypeError: cannot pickle"):
+        functionalize(net)
 
 
 def test_sources_that_do_not_fit_are_refused() -> None:
