@@ -7,7 +7,7 @@ ARGS   ?=
 # An exact version lets a package index that has CPU builds serve one; an open range can pull several GB of CUDA.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.13' || echo 'torch==2.13.0')
 
-.PHONY: help install train test quick lint bench clean
+.PHONY: help install train test quick exhaustive lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -29,6 +29,9 @@ test: lint  ## formatter, linter, type checker and every test
 
 quick: $(STAMP)  ## the tests that are not marked slow: under two minutes
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+exhaustive: $(STAMP)  ## what takes too long for `make test`: every strategy x mesh x microbatches, compiled
+	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
 
 lint: $(STAMP)  ## formatter, linter and type checker
 	$(BIN)/ruff check .
