@@ -94,6 +94,7 @@ def test_ten_million_parameters_in_one_program() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # four compiles of a whole Llama
 def test_hybrid_and_tied_in_one_program() -> None:
     results = testing.run(modules.train, SMALL, *HSDP, STEPS, True, world_size=4, timeout_s=600)
     check(results, SMALL)
