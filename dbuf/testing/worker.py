@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
 _PARENT_POLL_MS = 1000
+_CASES_PER_SWEEP = 50
 
 
 def main(connection_fd: int, stack_path: str) -> None:
@@ -38,8 +39,7 @@ def main(connection_fd: int, stack_path: str) -> None:
     threading.Thread(target=_watch_parent, args=(connection_fd, os.getppid(), stack_path), daemon=True).start()
     torch.set_num_threads(1)
     load_cloudpickle()
-    gc.collect()
-    gc.freeze()  # imported modules are not garbage: a collection after each case now costs little
+    _tidy(sweep=False)
     with Connection(connection_fd) as connection:
         connection.send(Answer(True, b""))
         _serve(connection)
@@ -59,6 +59,7 @@ def _watch_parent(connection_fd: int, parent: int, stack_path: str) -> None:
 
 
 def _serve(connection: Connection) -> None:
+    cases = 0
     while True:
         try:
             message = connection.recv()
@@ -66,11 +67,15 @@ def _serve(connection: Connection) -> None:
             return
         if isinstance(message, Stop):
             return
-        reply = _run_case(message) if isinstance(message, Case) else _leave(message)
+        if isinstance(message, Case):
+            cases += 1
+            reply = _run_case(message, sweep=cases % _CASES_PER_SWEEP == 0)
+        else:
+            reply = _leave(message)
         connection.send(reply)
 
 
-def _run_case(case: Case) -> Answer:
+def _run_case(case: Case, sweep: bool) -> Answer:
     cloudpickle = load_cloudpickle()
     try:
         _enter(case)
@@ -80,7 +85,7 @@ def _run_case(case: Case) -> Answer:
     except BaseException:  # also SystemExit and a test library's own control flow: the caller decides
         return Answer(False, traceback.format_exc().encode())
     finally:
-        _tidy()
+        _tidy(sweep)
 
 
 def _adopt_main(fn: Callable[..., object]) -> None:
@@ -118,11 +123,18 @@ def _leave(message: Leave) -> Answer:
         return Answer(False, traceback.format_exc().encode())
 
 
-def _tidy() -> None:
-    """Forget what the case compiled, so that recompile limits do not leak into the next, and drop garbage."""
+def _tidy(sweep: bool) -> None:
+    """Forget what the case compiled, so that recompile limits do not leak into the next, and drop garbage.
+
+    What outlives a case is mostly the compiler's own: half a second to look through, as long as many cases take. So it
+    is set aside, and looked through in a sweep.
+    """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+    if sweep:
+        gc.unfreeze()
     gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":
