@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -9,9 +10,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -160,6 +162,24 @@ FAST = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads":
 
 def jit(fn: Callable[..., Any], **options: Any) -> dbuf.Jitted[..., Any]:
     return dbuf.jit(fn, options=FAST, **options)
+
+
+@contextlib.contextmanager
+def graphs_alone() -> Iterator[None]:
+    """While it is open, programs of `dbuf.jit` run operation by operation what Inductor would make kernels of.
+
+    Everything that dbuf does to a program has been done by then. Kernels are two thirds of a compile, and the same at
+    any number of ranks: tests that go through many numbers make them at some.
+    """
+
+    from functorch.compile import make_boxed_func  # late: these take a second to import
+    from torch._inductor import compile_fx
+
+    def run(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
+        return make_boxed_func(gm)
+
+    with mock.patch.object(compile_fx, "compile_fx_inner", run):
+        yield
 
 
 # Memory, as the allocator sees it.

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import dbuf
+import models
 import reference
 from dbuf import BlockAtomic, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic
 from dbuf.placement import describe, is_sharded
@@ -20,16 +21,17 @@ MESHES = ((1,), (2,), (3,), (4,), (2, 2))
 LAYOUTS = ("row padded", "row unpadded", "block", "tensor")
 DTYPES = (torch.float32, torch.bfloat16)
 
-# A third less to compile: kernels without a vectorised copy of themselves, and a shorter search for fusions.
-OPTIONS = {"cpp.simdlen": 1, "max_fusion_buffer_group_pairwise_attempts": 2}
+# Elsewhere compiled programs are run operation by operation, as the graphs that Inductor would make kernels of.
+KERNELS_AT = ((1,), (3,))
 
+# Hundreds of cells in one program: the search for fusions is the shorter one.
+OPTIONS = {**models.FAST, "max_fusion_buffer_group_pairwise_attempts": 2}
 
 # Leaves are indices of shapes. Odd sizes, a scalar, an empty tensor, a None, and a row so long that some rank owns
 # nothing of an UNPADDED buffer (3 and 4 ranks), or nothing but padding of a PADDED one.
 TREE = {"wide": 0, "w": 1, "list": [2, None], "deep": {"pair": (3, 4), "b": 5}}
 ROW_SHAPES = ((1, 80), (5, 3), (7,), (), (0, 3), (3, 4))
 BLOCK_SHAPES = ((2, 40), (6, 3), (4,), (2,), (0, 3), (2, 5))  # blocks of two rows: no scalar, even numbers of rows
-
 
 # Where a compiled `redistribute` goes from each layout.
 PROGRAM_LAYOUTS = {

@@ -10,9 +10,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import dbuf
+import models
 import reference
 from dbuf import DBuffer, Partial
-from table.cells import OPTIONS, Cell, cells, fill, is_partial, seed_of
+from table.cells import KERNELS_AT, OPTIONS, Cell, cells, fill, is_partial, seed_of
 from table.left_out import reason_to_leave_out
 from table.row import Refusals, entry, evaluate
 from table.rows import ROWS
@@ -58,8 +59,11 @@ def run_cells(mode: str, mesh_shape: tuple[int, ...]) -> tuple[dict[str, Any], d
     todo = {f: [c for c in table if reason_to_leave_out(f, c) is None] for f in ROWS}
     if mode == "eager":
         results = {f: {c.key: evaluate(ROWS[f], c, given[c.key]) for c in todo[f]} for f in ROWS}
+    elif mesh_shape in KERNELS_AT:
+        results = _run_compiled(todo, given, kernels=True)
     else:
-        results = _run_compiled(todo, given)
+        with models.graphs_alone():
+            results = _run_compiled(todo, given, kernels=False)
     refusals = {
         f: {
             c.key: _refuse(ROWS[f].refusals(c, given[c.key]), mode == "compiled" and bool(ROWS[f].how)) for c in todo[f]
@@ -69,7 +73,7 @@ def run_cells(mode: str, mesh_shape: tuple[int, ...]) -> tuple[dict[str, Any], d
     return pytree.tree_map(_portable, results, is_leaf=_is_whole), refusals
 
 
-def _run_compiled(todo: dict[str, list[Cell]], given: dict[str, Any]) -> dict[str, Any]:
+def _run_compiled(todo: dict[str, list[Cell]], given: dict[str, Any], kernels: bool) -> dict[str, Any]:
     results = {}
     for how in ("compile", "jit"):
         rows = {f: todo[f] for f in ROWS if ROWS[f].how == how and todo[f]}
@@ -77,10 +81,12 @@ def _run_compiled(todo: dict[str, list[Cell]], given: dict[str, Any]) -> dict[st
         def program(given: dict[str, Any], rows: dict[str, list[Cell]] = rows) -> dict[str, Any]:
             return {f: {c.key: evaluate(ROWS[f], c, given[c.key]) for c in rows[f]} for f in rows}
 
-        if how == "compile":
+        if how == "jit":
+            run = dbuf.jit(program, options=OPTIONS)
+        elif kernels:
             run = torch.compile(program, fullgraph=True, options=OPTIONS)
         else:
-            run = dbuf.jit(program, options=OPTIONS)
+            run = torch.compile(program, fullgraph=True, backend="aot_eager")
         results.update(run(given))
     for f in ROWS:
         if ROWS[f].all_at_once is not None and todo[f]:
