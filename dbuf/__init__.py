@@ -8,6 +8,7 @@ from dbuf.errors import DbufError, LayoutError, PlacementError, TreeError
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh, init_mesh
 from dbuf.movement import allgather, allreduce, redistribute, reduce_scatter, view
+from dbuf.once import compiled_once
 from dbuf.placement import (
     BlockAtomic,
     Partial,
@@ -43,6 +44,7 @@ __all__ = [
     "cast",
     "changed_mesh_axis",
     "check",
+    "compiled_once",
     "disable_jit",
     "gathered",
     "global_norm",

@@ -46,6 +46,7 @@ __all__ = [
     "annotate",
     "call_with_side_effects",
     "compile_inductor",
+    "compile_once",
     "compile_program",
     "flatten_mesh",
     "graph_breaks",
@@ -56,6 +57,7 @@ __all__ = [
     "node_is_backward",
     "node_is_inlined",
     "node_is_recomputed",
+    "node_is_region",
     "node_mark",
     "node_region",
     "register_constant",
@@ -157,7 +159,49 @@ class _Placing:
     source: bytes  # a hash of what decides
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
+        _keep_shared_memory(nodes)
         return [nodes[i] for i in self.place(_scheduled_ops(nodes))]
+
+
+def _keep_shared_memory(nodes: list[Any]) -> None:
+    """Have no buffer written over whose memory another result, or an argument, of a region looks at as well.
+
+    `schedule.take_aliases_outside` leaves none that a graph shows; what lowering makes, such as the parts of a
+    concatenation that are written in their place right away, only Inductor's own program shows (2.13, 2.14).
+    """
+    from torch._inductor.ir import InvokeSubgraph
+    from torch._inductor.virtualized import V
+
+    calls: list[Any] = [node.node for node in nodes if isinstance(node.node, InvokeSubgraph)]
+    for call in calls:
+        region = call.subgraph.graph
+        given = dict(zip(region.graph_input_names, call.inputs, strict=True))
+        sharing: dict[str, list[Any]] = {name: [source] for name, source in given.items()}
+        for result, inner in zip(call.outputs, region.graph_outputs, strict=True):
+            for name in _memory_of(inner, region):
+                sharing.setdefault(name, []).append(result)
+        for buffers in sharing.values():
+            if len(buffers) > 1:
+                V.graph.never_reuse_buffers.update(name for b in buffers for name in _memory_of(b, V.graph))
+
+
+def _memory_of(value: Any, graph: Any) -> set[str]:
+    """The buffers that a value of Inductor's looks at: itself, or what it is a view of."""
+    from torch._inductor.ir import BaseView, Buffer, MutableBox, MutationLayoutSHOULDREMOVE, NonOwningLayout
+
+    while isinstance(value, MutableBox | BaseView):
+        value = value.data
+    if not isinstance(value, Buffer):
+        return set()
+    found = {value.get_name()}
+    layout = value.layout
+    if isinstance(layout, NonOwningLayout):
+        found |= _memory_of(layout.view, graph)
+    elif isinstance(layout, MutationLayoutSHOULDREMOVE):
+        found |= _memory_of(layout.target, graph)
+    for name in value.get_inputs_that_alias_output():
+        found |= _memory_of(graph.get_buffer(name), graph)
+    return found
 
 
 def _scheduled_ops(nodes: list[Any]) -> list[ScheduledOp]:
@@ -182,7 +226,7 @@ def _placing(place: Place) -> dict[str, Any]:
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
     files = sorted(str(file) for file in Path(inspect.getfile(place)).parent.glob("*.py"))
-    passes = [_Placing(place, get_hash_for_files(tuple(files)))]
+    passes = [_Placing(place, get_hash_for_files((*files, __file__)))]
     return {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": passes}
 
 
@@ -303,6 +347,28 @@ def node_draws_random(node: torch.fx.Node) -> bool:
         return True
     position = names.index("dropout_p")
     return bool((node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)) != 0.0)
+
+
+def compile_once(fn: Callable[..., _R], *args: Any) -> _R:
+    """Call `fn` as a `torch.compiler.nested_compile_region`, each call of which is traced (2.13, 2.14).
+
+    AOTAutograd merges equal regions. Dynamo would do so earlier: from the third call on it would copy the graph of an
+    earlier one, with results that no gradient passes through, so that `autograd.grad` found its inputs unused. It
+    does not copy where a result is no tensor; so one is none. Dynamo takes a function of a module only, not a closure.
+    """
+    return cast(_R, _REGION(fn, *args)[0])
+
+
+def _region(fn: Callable[..., _R], *args: Any) -> tuple[_R, int]:
+    return fn(*args), 0
+
+
+_REGION = torch.compiler.nested_compile_region(_region)
+
+
+def node_is_region(node: torch.fx.Node) -> bool:
+    """Whether a graph node calls a graph of its own that stands for several equal ones (2.13, 2.14)."""
+    return node.target is torch.ops.higher_order.invoke_subgraph
 
 
 def node_is_recomputed(node: torch.fx.Node) -> bool:

@@ -235,6 +235,7 @@ class _Program:
         return compat.compile_inductor(gm, inputs, self._schedule, self._options, self._overlap.place)
 
     def _schedule(self, graph: torch.fx.Graph) -> None:
+        schedule.take_aliases_outside(graph)
         schedule.repeat_in_backward(graph)
         schedule.sink_gathers(graph)
         schedule.store_results(graph)

@@ -21,6 +21,7 @@ from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer, unpack
 from dbuf.compat import inside_func_transform
 from dbuf.movement import gather_for
+from dbuf.once import CompiledOnce
 
 __all__ = ["gathered", "remat"]
 
@@ -58,7 +59,10 @@ def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torc
     def call(bufs: Any, *args: Any, **kwargs: Any) -> Any:
         gather = functools.partial(gather_for, where="dbuf.gathered", dtype=dtype, grad_dtype=grad_dtype)
         if torch.compiler.is_compiling():
-            return fn(_unpack_all(gather(bufs, again=True)), *args, **kwargs)
+            full = gather(bufs, again=True)
+            if isinstance(fn, CompiledOnce):
+                return fn.after(_unpack_all)(full, *args, **kwargs)
+            return fn(_unpack_all(full), *args, **kwargs)
         if not _keeps_weights(bufs):
             return fn(_unpack_all(gather(bufs, again=False)), *args, **kwargs)
         full = gather(bufs, again=False)

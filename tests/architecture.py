@@ -25,6 +25,7 @@ ROWS = (
     "movement",
     "reduce",
     "transforms",
+    "once",
     "rematerialize",
     "schedule",
     "donation",

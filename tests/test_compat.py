@@ -129,6 +129,54 @@ def test_compile_program_has_a_recompile_limit_of_its_own() -> None:
         compat.compile_program(lambda x: (print(x), x)[1], dynamic=None, backend=backend)(torch.ones(1))
 
 
+def _repeated(call: Any, count: int, backend: Any) -> Any:
+    """The gradient of `count` equal layers, each called by `call`."""
+
+    def step(ws: list[torch.Tensor], h: torch.Tensor) -> Any:
+        ws = [w.detach().requires_grad_() for w in ws]
+        for w in ws:
+            h = call(w, h)
+        return torch.autograd.grad(h.square().mean(), ws)
+
+    with compat.trace_autograd():
+        ws = [torch.full((3, 3), 0.1 * i) for i in range(1, count + 1)]
+        return compat.compile_program(step, dynamic=False, backend=backend)(ws, torch.ones(2, 3)), step(
+            ws, torch.ones(2, 3)
+        )
+
+
+def _layer(w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(h @ w)
+
+
+def test_compile_once_has_one_graph_for_equal_calls_and_node_is_region_finds_them() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(gm)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    def once(w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return compat.compile_once(lambda *args: _layer(*args), w, h)
+
+    compiled, eager = _repeated(once, 5, backend)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
+    calls = [node for node in graphs[0].graph.nodes if compat.node_is_region(node)]
+    # The input of the first needs no gradient; as its graph has one call, it is unrolled.
+    assert len(calls) == 4 and len({node.args[1] for node in calls}) == 1
+
+
+def test_compile_once_is_needed_as_dynamo_still_copies_regions_without_their_gradient() -> None:
+    """When this fails, torch has mended it: `compile_once` can be `nested_compile_region` alone.
+
+    See docs/design/007-identical-blocks.md, which has the other limit too; `tests/test_once.py` notices its end.
+    """
+    region = torch.compiler.nested_compile_region(_layer)
+    _repeated(region, 2, "eager")
+    with pytest.raises(Exception, match="not have been used in the graph"):
+        _repeated(region, 3, "eager")
+
+
 def test_allow_in_graph_keeps_a_call_whole_for_dynamo_and_open_for_aot() -> None:
     graphs = []
 

@@ -20,6 +20,7 @@ LEFT_OUT: tuple[tuple[str, str, Callable[[Cell], bool]], ...] = (
         "takes no tensor: one dtype stands for both",
         lambda c: not c.compiled and c.dtype is torch.bfloat16,
     ),
+    ("compiled_once", "compiled with several equal blocks in test_once.py: one call is unrolled", lambda c: c.compiled),
     ("inspect", "compiles whatever it is given: there is no eager inspection", lambda c: not c.compiled),
     ("init_mesh", "takes no layout: one stands for all", lambda c: _first_dtype(c) and c.name != "row padded"),
     (

@@ -1,4 +1,4 @@
-"""value_and_grad, grad, gathered, remat.
+"""value_and_grad, grad, gathered, compiled_once, remat.
 
 The loss is a sum, so with whole numbers and reduction="sum" gradients are exact in bf16.
 """
@@ -171,6 +171,10 @@ def expect_remat(c: Cell) -> dict[str, Any]:
     return {**out, "inside": _gradients_of(out["sharded"])}
 
 
+def call_compiled_once(c: Cell, x: dict[str, Any]) -> dict[str, Any]:
+    return _gradients(dbuf.gathered(dbuf.compiled_once(loss)), c, x)
+
+
 ROWS = {
     "value_and_grad": Row(
         call_value_and_grad,
@@ -181,5 +185,6 @@ ROWS = {
     ),
     "grad": Row(call_grad, expect_grad, refuse_value_and_grad("grad"), ("gradient and aux",), how="jit"),
     "gathered": Row(call_gathered, expect_gathered, refuse_gathered, ("sharded",), how="jit"),
+    "compiled_once": Row(call_compiled_once, expect_gradients),
     "remat": Row(call_remat, expect_remat, program=("sharded",), how="jit"),
 }
