@@ -17,8 +17,8 @@ install: $(STAMP)  ## create .venv with everything the other targets need
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-input "$(TORCH)" </dev/null
-	$(BIN)/python -m pip install --quiet --no-input -e ".[dev]" </dev/null
+	$(BIN)/python -m pip install --quiet --no-input --no-compile "$(TORCH)" </dev/null
+	$(BIN)/python -m pip install --quiet --no-input --no-compile -e ".[dev]" </dev/null
 	@touch $@
 
 train: $(STAMP)  ## train a byte-level GPT on real text, ZeRO-3 on two processes (ARGS="--help" for options)
