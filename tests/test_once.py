@@ -129,15 +129,10 @@ def _error(out: Any, eager: Any) -> float:
 
 @pytest.mark.slow
 def test_without_the_pass_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor took every result of a region for memory of its own and wrote over weights that a backward read.
-
-    The second guard, in Inductor's own program, is enough for right numbers too, but keeps memory.
-    """
+    """Inductor takes every result of a region for memory of its own, and counts the offset of a view once more."""
     monkeypatch.setattr(schedule, "take_aliases_outside", lambda graph: 0)
-    eager, out, *_ = run_both(dbuf.compiled_once, ("attention",))
-    testing.assert_close(out[2], eager[2])
     monkeypatch.setattr(compat, "_keep_shared_memory", lambda nodes: None)
-    eager, out, *_ = run_both(dbuf.compiled_once, ("attention",))
+    eager, out, *_ = run_both(dbuf.compiled_once, ("halved",))
     assert _error(out, eager) > 1e-3, "upstream may have mended it: see docs/design/007-identical-blocks.md"
 
 
