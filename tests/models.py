@@ -249,6 +249,9 @@ def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
             storage_of[name], kind_of[name] = name, (kind, nbytes[name])
         elif (same := _SAME.search(line)) and same.group(2) in storage_of:
             storage_of[same.group(1)] = storage_of[same.group(2)]
+            if line.endswith("# reuse"):  # the memory goes on, what was in it does not
+                storage = storage_of[same.group(1)]
+                kind_of[storage] = ("empty", kind_of[storage][1])
         for name in re.findall(r"\bdel (buf\d+)", line):
             storage_of.pop(name, None)
         out.append({storage: kind_of[storage] for storage in set(storage_of.values())})

@@ -164,7 +164,7 @@ def _linear_block(p: models.Tensors, h: torch.Tensor) -> torch.Tensor:
     return h + F.linear(torch.tanh(F.linear(h, p["up"])), p["down"])
 
 
-def _whole_step(layers: int, padded: bool) -> dict[str, Any]:
+def _whole_step(layers: int, padded: bool, overlap: bool) -> dict[str, Any]:
     mesh = dbuf.init_mesh(("dp",))
     width, hidden = 32, 64
     groups = {name: ts for name, ts in models.weights(layers, width=width, hidden=hidden).items() if "block" in name}
@@ -183,7 +183,7 @@ def _whole_step(layers: int, padded: bool) -> dict[str, Any]:
         updates, state = optimizer.update(grads, state, params)
         return dbuf.optim.apply_updates(params, updates), state, loss
 
-    jitted = models.jit(step, donate_argnums=(0, 1))
+    jitted = models.jit(step, donate_argnums=(0, 1), overlap=overlap)
     state, h = optimizer.init(params), torch.randn(4, width)
     given = _pointers((params, state))
     (params, state, _), (code,) = run_and_get_code(jitted, params, state, h)
@@ -202,22 +202,25 @@ def _whole_step(layers: int, padded: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
-def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool) -> None:
+@pytest.mark.parametrize(("padded", "overlap"), [(False, True), (True, False), (True, True)])
+def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool, overlap: bool) -> None:
     """ISEEKYAN/Megatron-LM#158: the inputs of all reduce-scatters must not be alive at once.
 
     Gradients of a layout with padding are concatenated with zeros, which depend on nothing: Inductor has filled
     them in for all blocks in the first kernel of the step, with every full-size gradient allocated there.
+
+    With overlap two gathered blocks are alive, and where the forward turns, the memory of a third, which Inductor
+    keeps for the gradient that comes next.
     """
-    small, large = (testing.run(_whole_step, layers, padded, world_size=2)[0] for layers in (4, 8))
+    small, large = (testing.run(_whole_step, layers, padded, overlap, world_size=2)[0] for layers in (4, 8))
     assert small["same memory"] and large["same memory"] and (small["padding"] > 0) is padded
     assert all(0 < step["peak"] == step["peak of a run"] for step in (small, large))  # the code was read right
     grown = (large["peak"] - small["peak"]) / 4
     print(f"\npeak {small['peak']:,} bytes with 4 blocks, {large['peak']:,} with 8: {grown:,.0f} a block more")
     print(f"a block's full weights are {small['full']:,} bytes: {small['full alive']}, {large['full alive']} alive")
     assert grown <= small["full"] / 2 + small["activations"] + 512
-    assert large["full alive"] == small["full alive"] <= 4
-    assert large["weights alive"] <= 2
+    assert large["full alive"] == small["full alive"] <= (4 if overlap else 3)
+    assert large["weights alive"] == small["weights alive"] <= (3 if overlap else 2)
 
 
 def test_tensors_that_require_a_gradient_are_refused() -> None:

@@ -185,11 +185,11 @@ def _gradients_alive() -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_ISEEKYAN158_reduce_scatter_inputs_are_not_all_alive_at_once() -> None:
-    """Of four blocks: at most two full-size gradients at once, and three full-size buffers, weights included."""
+    """Of four blocks: at most two full-size gradients at once, and with two gathered weights four full-size buffers."""
     for gradients, everything in testing.run(_gradients_alive, world_size=2):
         print(f"full-size gradients alive at once: {gradients}; with weights: {everything}")
         assert gradients <= 2
-        assert everything <= 3
+        assert everything <= 4
 
 
 def test_P168890_a_compiled_result_feeds_the_next_function() -> None:
