@@ -123,19 +123,6 @@ def test_remat_around_it_recomputes_regions() -> None:
         assert report.collectives == {"all_gather": 2 * EACH, "reduce_scatter": EACH}
 
 
-def _error(out: Any, eager: Any) -> float:
-    return max(float((a.local - b.local).abs().max()) for a, b in zip(out[2].values(), eager[2].values(), strict=True))
-
-
-@pytest.mark.slow
-def test_without_the_pass_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes every result of a region for memory of its own, and counts the offset of a view once more."""
-    monkeypatch.setattr(schedule, "take_aliases_outside", lambda graph: 0)
-    monkeypatch.setattr(compat, "_keep_shared_memory", lambda nodes: None)
-    eager, out, *_ = run_both(dbuf.compiled_once, ("halved",))
-    assert _error(out, eager) > 1e-3, "upstream may have mended it: see docs/design/007-identical-blocks.md"
-
-
 def test_results_that_share_memory_are_taken_outside() -> None:
     """A hand-made call: an argument, a view of one, two views of one product, and one result twice."""
     aten = torch.ops.aten
