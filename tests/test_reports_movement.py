@@ -585,19 +585,19 @@ def run(p, h):
     return h
 
 def flat_loss(buf, h):
-    return dbuf.gathered(run)(buf, h).sum()
+    return dbuf.gathered(run, dtype=h.dtype)(buf, h).sum()
 
 def each_loss(bufs, h):
     for buf in bufs.values():
-        h = dbuf.gathered(run)(buf, h)
+        h = dbuf.gathered(run, dtype=h.dtype)(buf, h)
     return h.sum()
 
-def step_kernels(loss, params):
+def step_kernels(loss, params, dtype):
     def step(params, h):
         value, grads = dbuf.value_and_grad(loss)(params, h)
         return dbuf.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    _, (code,) = run_and_get_code(dbuf.jit(step, donate_argnums=0), params, torch.randn(8, 64))
+    _, (code,) = run_and_get_code(dbuf.jit(step, donate_argnums=0), params, torch.randn(8, 64, dtype=dtype))
     text = code[code.index("def call("):]
     return [kernels(text), text.count("extern_kernels."), sum(name != "wait_tensor" for name in collectives(text))]
 
@@ -605,7 +605,9 @@ for count in (4, 12):
     tensors = {f"{i:02}": torch.randn(64, 64) for i in range(count)}
     flat = dbuf.shard(tensors, mesh, RowAtomic())
     each = {k: dbuf.shard({k: w}, mesh, RowAtomic()) for k, w in tensors.items()}
-    found[f"step of {count}"] = [step_kernels(flat_loss, flat), step_kernels(each_loss, each)]
+    for dtype in (torch.bfloat16, torch.float32):
+        counts = [step_kernels(flat_loss, flat, dtype), step_kernels(each_loss, each, dtype)]
+        found[f"step of {count}, {dtype}"] = counts
 found["many"] = [list(new.local.shape), list(many.local.shape), len(new.spec.tree.paths), new.spec == many.spec]
 print("FOUND" + json.dumps(found))
 """
@@ -633,16 +635,20 @@ def test_pytorch_188329_gather_with_cast_is_one_kernel_and_one_temporary(fake_wo
 def test_thunder_2144_348_a_buffer_adds_no_kernel_a_tensor_to_a_compiled_step(fake_world: Any) -> None:
     """lightning-thunder#348: buckets launched concatenations and copies for each collective; #2144: and gained nothing.
 
-    A compiled step, forward, backward and update, that computes nothing but matrix products. In one buffer, 12 tensors
-    take the kernels that 4 take: each product writes its gradient where the buffer has it. In a buffer each, every
-    tensor adds an update of its own and three collectives.
+    A compiled step, forward, backward and update, that computes nothing but matrix products. In one buffer with a bf16
+    wire, 12 tensors take the kernels that 4 take: casts, copies and updates are each one kernel. In fp32 each gradient
+    is copied where the buffer has it, in place of an update of its own. A buffer each takes three collectives each.
     """
-    (flat_4, each_4), (flat_12, each_12) = fake_world["step of 4"], fake_world["step of 12"]
-    products_4, products_12 = 3 * 4 - 1, 3 * 12 - 1  # forward, and two in the backward; the batch has no gradient
-    assert flat_4[1:] == [products_4, 3] and flat_12[1:] == [products_12, 3]
-    assert each_4[1:] == [products_4, 3 * 4 - 1] and each_12[1:] == [products_12, 3 * 12 - 1]
-    assert flat_4[0] == flat_12[0] <= 4
-    assert each_12[0] - each_4[0] == 8 and each_4[0] > flat_4[0]
+    for dtype in ("torch.bfloat16", "torch.float32"):
+        (flat_4, each_4), (flat_12, each_12) = (fake_world[f"step of {count}, {dtype}"] for count in (4, 12))
+        print(f"kernels of 4 and of 12 in {dtype}: {flat_4[0]}, {flat_12[0]} flat; {each_4[0]}, {each_12[0]} apart")
+        products_4, products_12 = 3 * 4 - 1, 3 * 12 - 1  # forward, and two in the backward; the batch has no gradient
+        assert flat_4[1:] == [products_4, 3] and flat_12[1:] == [products_12, 3]
+        assert each_4[1:] == [products_4, 3 * 4 - 1] and each_12[1:] == [products_12, 3 * 12 - 1]
+        if dtype == "torch.bfloat16":
+            assert flat_4[0] == flat_12[0] < each_4[0] < each_12[0] - 2 * 8
+        else:
+            assert flat_12[0] - flat_4[0] <= each_12[0] - each_4[0] == 8
 
 
 @pytest.mark.slow
