@@ -57,7 +57,8 @@ FAKE = Path(__file__).with_name("fake_world.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("zero3", "hsdp")), "hfsdp"],  # it has their moves
+    # HSDP fails here and HFSDP has had no finished run: both are open, see docs/design/004-schedule.md.
+    ["zero3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hsdp", "hfsdp"))],
 )
 def test_every_rank_of_a_world_of_two_by_four_issues_the_same_collectives(strategy: str) -> None:
     """PADDED, UNPADDED and whole tensors in one step; most ranks own nothing of some groups, seven of `tiny`."""
