@@ -4,6 +4,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
+# Two files of tests at a time: compiling on ranks leaves cores idle, and each worker has a pool of ranks of its own.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 # An exact version lets a package index that has CPU builds serve one; an open range can pull several GB of CUDA.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.13' || echo 'torch==2.13.0')
 
@@ -25,13 +28,13 @@ train: $(STAMP)  ## train a byte-level GPT on real text, ZeRO-3 on two processes
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
 
 test: lint  ## formatter, linter, type checker and every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(STAMP)  ## the tests that are not marked slow: under two minutes
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(PYTEST) -q -m "not slow" $(ARGS)
 
-exhaustive: $(STAMP)  ## what takes too long for `make test`: every strategy x mesh x microbatches, compiled
-	$(BIN)/python -m pytest -q -m exhaustive $(ARGS)
+exhaustive: $(STAMP)  ## what takes too long for `make test`: all strategies compiled, and kernels in every program
+	DBUF_TEST_KERNELS=1 $(PYTEST) -q -m "exhaustive or slow" $(ARGS)
 
 lint: $(STAMP)  ## formatter, linter and type checker
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import torch
 import dbuf
 import dbuf.testing
 
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (3, 2, 1)  # the largest first: its ranks are started once
 SHAPES = {"w": (5, 4), "b": (3,)}
 
 

@@ -128,5 +128,7 @@ def run_until_interrupted(main: Callable[[], None]) -> None:
             raise
         if speaks():
             print("\ntrain_lm: interrupted, nothing saved", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # as in `fail`
         sys.stdout.flush()
         os._exit(130)  # not sys.exit: groups and compile workers would be torn down one by one, noisily

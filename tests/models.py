@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._inductor import cpp_builder
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,7 +158,9 @@ def whole(bufs: Any) -> Any:
 
 
 # Kernels that g++ does not optimise, built in this process: the same programs in half the time. What a test reads from
-# a program (its graph, code, memory) does not depend on it; test_parity.py also compiles as users do.
+# a program (its graph, code, memory) does not depend on it; test_parity.py also compiles as users do. Inductor asks for
+# symbols of such kernels, which are a quarter of their time.
+cpp_builder._get_inductor_debug_symbol_cflags = lambda: ([], [])
 FAST = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads": 1}
 
 
@@ -168,9 +172,13 @@ def jit(fn: Callable[..., Any], **options: Any) -> dbuf.Jitted[..., Any]:
 def graphs_alone() -> Iterator[None]:
     """While it is open, programs of `dbuf.jit` run operation by operation what Inductor would make kernels of.
 
-    Everything that dbuf does to a program has been done by then. Kernels are two thirds of a compile, and the same at
-    any number of ranks: tests that go through many numbers make them at some.
+    Everything that dbuf does to a program has been done by then, but for its order. Kernels are two thirds of a
+    compile, and the same at any number of ranks: tests that go through many numbers make them at some. With
+    DBUF_TEST_KERNELS, as `make exhaustive` sets it, they are made everywhere.
     """
+    if os.environ.get("DBUF_TEST_KERNELS"):
+        yield
+        return
 
     from functorch.compile import make_boxed_func  # late: these take a second to import
     from torch._inductor import compile_fx

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -540,11 +541,10 @@ def test_thunder_2144_348_flat_gather_has_one_cast_and_no_copy_out() -> None:
 # --- a simulated world of 64 ranks, one process -----------------------------------------------------------
 
 FAKE_WORLD = """
-import json, re, sys
+import json, re
 import torch, torch.distributed as dist
-from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
-import dbuf
+import dbuf, programs
 from dbuf import DBuffer, RowAtomic, ShardLayout
 
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
@@ -552,9 +552,7 @@ mesh = dbuf.init_mesh(("dp",))
 found = {}
 
 def body(fn, *args):
-    _, codes = run_and_get_code(torch.compile(fn, fullgraph=True), *args)
-    (code,) = codes
-    return code[code.index("def call("):code.index("runner = ")]
+    return programs.code_of(torch.compile(fn, fullgraph=True), *args)
 
 def kernels(text):
     return len(re.findall(r"^ +cpp_fused\\w*\\(", text, re.M))
@@ -576,7 +574,7 @@ many = dbuf.shard([torch.randn(s) for s in shapes], mesh, RowAtomic(), layout=Sh
 loss = lambda b: sum((leaf ** 2).sum() for leaf in dbuf.unpack(dbuf.allgather(b)))
 grad = torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")(many)
 update = lambda b, g: dbuf.pack([p - 0.1 * q for p, q in zip(dbuf.unpack(b), dbuf.unpack(g))], b)
-new = torch.compile(update, fullgraph=True)(many, grad)
+new = torch.compile(update, fullgraph=True, backend="aot_eager")(many, grad)
 
 # A whole step of matrix products alone, on few tensors and on many: in one buffer, and in a buffer each.
 def run(p, h):
@@ -597,8 +595,7 @@ def step_kernels(loss, params, dtype):
         value, grads = dbuf.value_and_grad(loss)(params, h)
         return dbuf.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    _, (code,) = run_and_get_code(dbuf.jit(step, donate_argnums=0), params, torch.randn(8, 64, dtype=dtype))
-    text = code[code.index("def call("):]
+    text = programs.code_of(dbuf.jit(step, donate_argnums=0), params, torch.randn(8, 64, dtype=dtype))
     return [kernels(text), text.count("extern_kernels."), sum(name != "wait_tensor" for name in collectives(text))]
 
 for count in (4, 12):
@@ -616,7 +613,15 @@ print("FOUND" + json.dumps(found))
 @pytest.fixture(scope="module")
 def fake_world() -> Any:
     """Facts about programs compiled for rank 5 of 64: shapes and graphs are right there, numbers are not."""
-    done = subprocess.run([sys.executable, "-c", FAKE_WORLD], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-c", FAKE_WORLD],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.split("FOUND")[1])
 
