@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 # Two files of tests at a time: compiling on ranks leaves cores idle, and each worker has a pool of ranks of its own.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # An exact version lets a package index that has CPU builds serve one; an open range can pull several GB of CUDA.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.13' || echo 'torch==2.13.0')

@@ -27,7 +27,7 @@ def program_of(rank: int, name: str) -> list[tuple[str, str, int]]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=OUTER * INNER)
     mesh = dbuf.init_mesh(("outer", "inner"), (OUTER, INNER), device_type="cpu")
     strategy = Strategy.zero3(axes=2) if name == "zero3" else getattr(Strategy, name)()
-    state, optimizer = schedule._state(strategy, mesh, ("padded", "unpadded", "owners"))
+    state, optimizer = schedule._state(strategy, mesh, ("padded", "unpadded", "owners"), blocks=1)
     tokens = models.share(models.batch(rows=16), rank, OUTER * INNER)
     code = programs.code_of(schedule._step(strategy, optimizer), state, tokens)
     axes = {mesh.get_group(axis).group_name: axis for axis in ("outer", "inner")}

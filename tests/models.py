@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
-import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch._inductor import cpp_builder
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import tree
 
 WIDTH, HIDDEN, VOCAB = 6, 10, 11  # odd on purpose: at most world sizes rows do not divide and padding appears
@@ -155,39 +152,6 @@ def whole(bufs: Any) -> Any:
         bufs,
         is_leaf=lambda node: isinstance(node, dbuf.DBuffer),
     )
-
-
-# Kernels that g++ does not optimise, built in this process: the same programs in half the time. What a test reads from
-# a program (its graph, code, memory) does not depend on it; test_parity.py also compiles as users do. Inductor asks for
-# symbols of such kernels, which are a quarter of their time.
-cpp_builder._get_inductor_debug_symbol_cflags = lambda: ([], [])
-FAST = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1, "compile_threads": 1}
-
-
-def jit(fn: Callable[..., Any], **options: Any) -> dbuf.Jitted[..., Any]:
-    return dbuf.jit(fn, options=FAST, **options)
-
-
-@contextlib.contextmanager
-def graphs_alone() -> Iterator[None]:
-    """While it is open, programs of `dbuf.jit` run operation by operation what Inductor would make kernels of.
-
-    Everything that dbuf does to a program has been done by then, but for its order. Kernels are two thirds of a
-    compile, and the same at any number of ranks: tests that go through many numbers make them at some. With
-    DBUF_TEST_KERNELS, as `make exhaustive` sets it, they are made everywhere.
-    """
-    if os.environ.get("DBUF_TEST_KERNELS"):
-        yield
-        return
-
-    from functorch.compile import make_boxed_func  # late: these take a second to import
-    from torch._inductor import compile_fx
-
-    def run(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
-        return make_boxed_func(gm)
-
-    with mock.patch.object(compile_fx, "compile_fx_inner", run):
-        yield
 
 
 # Memory, as the allocator sees it.

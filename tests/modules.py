@@ -220,7 +220,7 @@ def train(case: Case, shape: tuple[int, ...], placements: Any, steps: int, compi
         updates, state = optim.update(grads, state, params)
         return dbuf.optim.apply_updates(params, updates), state, rest, dbuf.pmean(loss, mesh), grads
 
-    run = models.jit(step, donate_argnums=(0, 1, 2)) if compiled else step
+    run = dbuf.jit(step, donate_argnums=(0, 1, 2)) if compiled else step
     state = optim.init(params)
     out: dict[str, Any] = {"losses": [], "groups": list(model.groups), "trained": list(params)}
     for i in range(steps):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import BlockAtomic, Replicate, RowAtomic, ShardLayout, testing, tree
 from dbuf.errors import TreeError
 

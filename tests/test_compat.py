@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import compat
 from dbuf.testing import run
 

@@ -26,7 +26,7 @@ def _double(tree_of_buffers: Any) -> Any:
 
 
 def test_equal_but_distinct_specs_do_not_compile_again() -> None:
-    double = models.jit(_double)
+    double = dbuf.jit(_double)
     a, b = _buffer(1.0, 2.0), _buffer(3.0, 4.0)
     assert a.spec is not b.spec and a.spec == b.spec
     testing.assert_bitwise(double(a).local, torch.tensor([2.0, 4.0]))
@@ -39,7 +39,7 @@ def test_equal_but_distinct_specs_do_not_compile_again() -> None:
 
 def test_other_specs_get_programs_of_their_own() -> None:
     """More layouts than Dynamo's limit of 8 recompilations, none of them dynamic."""
-    double = models.jit(_double)
+    double = dbuf.jit(_double)
     for n in range(1, 11):
         buf = _buffer(*map(float, range(n)))
         testing.assert_bitwise(double(buf).local, buf.local * 2)
@@ -55,7 +55,7 @@ def test_one_guard_for_all_static_metadata() -> None:
     for tensors in (1, 50):
         params = dbuf.shard({f"w{i}": torch.ones(3) for i in range(tensors)}, dbuf.init_mesh(("dp",)), RowAtomic())
         torch.compiler.reset()
-        jitted = models.jit(_double)
+        jitted = dbuf.jit(_double)
         jitted(params)
         counts.append(_number_of_guards(jitted))
     assert counts[0] > 0
@@ -81,7 +81,7 @@ def _train(steps: int, lengths: list[int]) -> tuple[Any, list[float]]:
         updates, state = optimizer.update(grads, state, params)
         return dbuf.optim.apply_updates(params, updates), state, loss
 
-    jitted, state, losses = models.jit(step, donate_argnums=(0, 1)), optimizer.init(params), []
+    jitted, state, losses = dbuf.jit(step, donate_argnums=(0, 1)), optimizer.init(params), []
     for i in range(steps):
         tokens = models.batch(0, rows=4, context=lengths[i % len(lengths)])
         params, state, loss = jitted(params, state, tokens)
@@ -122,7 +122,7 @@ def test_disable_jit() -> None:
         seen.append(torch.compiler.is_compiling())
         return _double(buf)
 
-    double, buf = models.jit(fn, donate_argnums=0), _buffer(1.0, 2.0)
+    double, buf = dbuf.jit(fn, donate_argnums=0), _buffer(1.0, 2.0)
     with dbuf.disable_jit():
         out = double(buf)
     assert (seen, double.compiles) == ([False], 0)
@@ -150,7 +150,7 @@ def test_errors_come_out_as_themselves(fn: Any, error: Any, match: Any) -> None:
     """Inside fullgraph they would arrive as Dynamo's own; nothing has run and nothing is lost."""
     buf = _buffer()
     before = buf.local.clone()
-    jitted = models.jit(fn)
+    jitted = dbuf.jit(fn)
     if error is None:
         jitted(buf)
         return
@@ -167,7 +167,7 @@ def test_keyword_arguments_and_other_values() -> None:
     def fn(buf: Any, *, scale: float, on: bool = True, extra: Any = None) -> Any:
         return tree.map(lambda x: x * scale if on else x, buf), {"extra": extra}
 
-    jitted = models.jit(fn)
+    jitted = dbuf.jit(fn)
     out, rest = jitted(_buffer(1.0, 2.0), scale=3.0, extra=(None, "text"))
     testing.assert_bitwise(out.local, torch.tensor([3.0, 6.0]))
     assert rest == {"extra": (None, "text")}
@@ -181,7 +181,7 @@ def _noisy(buf: Any) -> Any:
 
 
 def test_random_functions_draw_anew_and_repeat_with_the_seed() -> None:
-    noisy, buf = models.jit(_noisy), _buffer(*[1.0] * 32)
+    noisy, buf = dbuf.jit(_noisy), _buffer(*[1.0] * 32)
     torch.manual_seed(1)
     first, second = noisy(buf), noisy(buf)
     assert not torch.equal(first.local, second.local)
@@ -200,8 +200,8 @@ def test_a_run_on_fakes_neither_runs_nor_draws() -> None:
 
 
 def test_jit_inside_jit_is_part_of_the_outer_program() -> None:
-    inner = models.jit(_double)
-    outer = models.jit(lambda buf: _double(inner(buf)))
+    inner = dbuf.jit(_double)
+    outer = dbuf.jit(lambda buf: _double(inner(buf)))
     testing.assert_bitwise(outer(_buffer(1.0, 2.0)).local, torch.tensor([4.0, 8.0]))
     assert outer.compiles == 1
 
@@ -221,7 +221,7 @@ def test_results_of_any_structure() -> None:
     def fn(state: State) -> dict[str, Any]:
         return {"state": State(state.count + 1, _double(state.buf)), "list": [state.count, None, 3]}
 
-    jitted, state = models.jit(fn), State(torch.tensor(0), _buffer(1.0))
+    jitted, state = dbuf.jit(fn), State(torch.tensor(0), _buffer(1.0))
     for i in range(3):
         out = jitted(state)
         state = out["state"]
@@ -239,7 +239,7 @@ def _owned() -> dict[str, Any]:
     def fn(tensors: Any, one: Any) -> list[Any]:
         return [dbuf.shard(t, mesh, p) for t in (tensors, one) for p in (RowAtomic(), Replicate())]
 
-    eager, compiled = fn(tensors, one), models.jit(fn)(tensors, one)
+    eager, compiled = fn(tensors, one), dbuf.jit(fn)(tensors, one)
     testing.assert_bitwise(compiled, eager)
     return {
         "storage": [(b.local.untyped_storage().nbytes(), b.local.nbytes) for b in [*eager, *compiled]],
@@ -281,4 +281,4 @@ def test_options_and_dynamic_are_handed_on() -> None:
     with pytest.raises(Exception, match="no_such_option"):
         dbuf.jit(_double, options={"no_such_option": 1})(_buffer())
     with pytest.raises(DbufError):
-        models.jit(_double, donate_argnums=3)(_buffer())
+        dbuf.jit(_double, donate_argnums=3)(_buffer())

@@ -39,8 +39,8 @@ def test_adamw_writes_into_the_donated_memory() -> None:
     """P#195329: an update of a whole buffer makes no second copy of it; without donation it makes three."""
     params, state, grads = _state()
     expected = _update(params, state, grads)
-    donating = models.jit(_update, donate_argnums=(0, 1))
-    keeping = models.jit(_update)
+    donating = dbuf.jit(_update, donate_argnums=(0, 1))
+    keeping = dbuf.jit(_update)
     for jitted, full_size in ((keeping, 3), (donating, 0)):
         given = _pointers((params, state))
         out = jitted(params, state, grads)
@@ -52,7 +52,7 @@ def test_adamw_writes_into_the_donated_memory() -> None:
 
 
 def test_values_are_those_without_donation_over_steps() -> None:
-    donating, keeping = models.jit(_update, donate_argnums=(0, 1)), _update
+    donating, keeping = dbuf.jit(_update, donate_argnums=(0, 1)), _update
     (params, state, grads), (p, s, _) = _state(100), _state(100)
     p, s = tree.map(torch.clone, (params, state))
     for _ in range(3):
@@ -69,9 +69,9 @@ def test_results_keep_their_structure() -> None:
     def fn(w: Any, n: torch.Tensor) -> Carry:
         return Carry(tree.map(lambda x: x + n, w), n + 1)
 
-    out = models.jit(fn, donate_argnums=(0, 1))(_state(8)[0], torch.tensor(0))
+    out = dbuf.jit(fn, donate_argnums=(0, 1))(_state(8)[0], torch.tensor(0))
     assert type(out) is Carry and out.n.item() == 1
-    lone = models.jit(lambda buf: tree.map(lambda x: x + 1, buf), donate_argnums=(0,))
+    lone = dbuf.jit(lambda buf: tree.map(lambda x: x + 1, buf), donate_argnums=(0,))
     buf = _state(8)[0]["a"]
     pointer = buf.local.data_ptr()
     assert lone(buf).local.data_ptr() == pointer
@@ -85,7 +85,7 @@ def test_results_that_are_other_donated_arguments_do_not_overwrite_each_other() 
     """`(b, a)` from donated `(a, b)`: each must get the other's old numbers."""
     a, b = _state(4)[0], _state(4)[2]
     old_a, old_b = a["a"].local.clone(), b["a"].local.clone()
-    new_a, new_b = models.jit(_swap, donate_argnums=(0, 1))(a, b)
+    new_a, new_b = dbuf.jit(_swap, donate_argnums=(0, 1))(a, b)
     testing.assert_bitwise((new_a["a"].local, new_b["a"].local), (old_b, old_a))
 
 
@@ -104,7 +104,7 @@ def test_a_donated_argument_as_another_result_keeps_its_old_numbers(fn: Any) -> 
     """`(params, previous) -> (new, params)`: Inductor drops the copy and would read `params` after the update."""
     given = _state(4)[0], _state(4)[2]
     expected = [buf.local.clone() for result in fn(*given) for buf in result.values()]
-    got = [buf.local for result in models.jit(fn, donate_argnums=(0, 1))(*given) for buf in result.values()]
+    got = [buf.local for result in dbuf.jit(fn, donate_argnums=(0, 1))(*given) for buf in result.values()]
     testing.assert_bitwise(got, expected)
 
 
@@ -131,7 +131,7 @@ def _twice(buf: Any) -> Any:
 def test_refused_before_anything_runs(fn: Any, args: Any, donate: Any, error: Any, part: str) -> None:
     given = args()
     before = [leaf.clone() for leaf in tree.leaves(given)]
-    jitted = models.jit(fn, donate_argnums=donate)
+    jitted = dbuf.jit(fn, donate_argnums=donate)
     with pytest.raises(error, match=r"^dbuf.jit: ") as caught:
         jitted(*given)
     assert part in str(caught.value)
@@ -150,7 +150,7 @@ def _overlapping() -> tuple[dbuf.DBuffer, dbuf.DBuffer]:
 
 
 def test_aliases_are_refused_at_any_call() -> None:
-    jitted = models.jit(lambda a, b: (_twice(a), _twice(b)), donate_argnums=(0, 1))
+    jitted = dbuf.jit(lambda a, b: (_twice(a), _twice(b)), donate_argnums=(0, 1))
     a, b = jitted(_one(3), _one(3))
     with pytest.raises(DbufError, match="share memory"):
         jitted(a, a)
@@ -183,7 +183,7 @@ def _whole_step(layers: int, padded: bool, overlap: bool) -> dict[str, Any]:
         updates, state = optimizer.update(grads, state, params)
         return dbuf.optim.apply_updates(params, updates), state, loss
 
-    jitted = models.jit(step, donate_argnums=(0, 1), overlap=overlap)
+    jitted = dbuf.jit(step, donate_argnums=(0, 1), overlap=overlap)
     state, h = optimizer.init(params), torch.randn(4, width)
     given = _pointers((params, state))
     (params, state, _), (code,) = run_and_get_code(jitted, params, state, h)
@@ -228,7 +228,7 @@ def test_tensors_that_require_a_gradient_are_refused() -> None:
     """A module's parameters: each step would hang its own graph onto the last one's."""
     weights = {"w": torch.nn.Parameter(torch.ones(3, 2))}
     buf = dbuf.shard(weights, dbuf.init_mesh(("dp",)), dbuf.RowAtomic())
-    step = models.jit(_twice, donate_argnums=0)
+    step = dbuf.jit(_twice, donate_argnums=0)
     with pytest.raises(DbufError, match=r"torch\.Tensor\.detach"):
         step(buf)
     assert step(tree.map(torch.Tensor.detach, buf)).local[0] == 2.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dbuf.testing
-import models
+import kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 LADDER = sorted((ROOT / "examples").glob("0*.py"))
@@ -24,7 +24,7 @@ ON_RANKS = [(file, ranks) for file in LADDER if file.stem != "07_test_your_own" 
 
 def _run_as_main(file: str) -> None:
     """Run an example in this process as `python` would; compiled code looks its globals up in the module's name."""
-    with models.graphs_alone():
+    with kernels.graphs_alone():
         runpy.run_path(file, run_name="__main__")
 
 

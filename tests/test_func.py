@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import DBuffer, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic
 from dbuf.testing import assert_bitwise, assert_close, run
 

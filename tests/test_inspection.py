@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import dbuf
-import models
 from dbuf import Replicate, RowAtomic, testing, tree
 from dbuf.inspection import Collective, Report
 
@@ -37,7 +36,7 @@ def _hsdp() -> dict[str, Any]:
         grads = dbuf.redistribute(grads, placements)
         return tree.map(lambda p, g: p - g, params, grads), dbuf.pmean(loss, mesh), torch.randn(2)
 
-    jitted = models.jit(step, donate_argnums=0)
+    jitted = dbuf.jit(step, donate_argnums=0)
     before, state = tree.map(torch.clone, params), torch.get_rng_state()
     report = jitted.inspect(params, h)
     untouched = tree.map(torch.equal, before, params)
@@ -85,7 +84,7 @@ def test_bytes_of_a_collective() -> None:
 
 def test_alone_nothing_is_communicated_and_later_calls_count_compiles() -> None:
     buf = dbuf.shard({"w": torch.ones(8, 8)}, dbuf.init_mesh(("dp",)), RowAtomic())
-    jitted = models.jit(dbuf.value_and_grad(_loss))
+    jitted = dbuf.jit(dbuf.value_and_grad(_loss))
     assert jitted.inspect({"a": buf}, torch.ones(2, 8)).compiles == 0
     jitted({"a": buf}, torch.ones(2, 8))
     report = jitted.inspect({"a": buf}, torch.ones(2, 8))

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import dbuf
-import models
 from dbuf import RowAtomic, compat, schedule, testing, tree
 from models import Tensors, shard_groups
 
@@ -86,8 +85,7 @@ def run_both(use: Callable[..., Any], kinds: tuple[str, ...], wrap: Callable[...
     h = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(mesh.get_rank()))
     eager = make_step(lambda fn: fn)(params, h)
     # No cache: a program from there would not show what a pass that is switched off does.
-    options = {"fx_graph_cache": False, **models.FAST}
-    step = dbuf.jit(make_step(use, wrap), donate_argnums=0, options=options)
+    step = dbuf.jit(make_step(use, wrap), donate_argnums=0, options={"fx_graph_cache": False})
     report = step.inspect(params, h)
     places = [buf.local.data_ptr() for buf in params.values()]
     out = step(params, h)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dbuf
+import kernels
 import models
 from dbuf import Replicate, RowAtomic, testing, tree
 
@@ -94,7 +95,7 @@ def _train(shape: tuple[int, ...], placements: Any, compiled: bool, options: Any
 
 
 def _train_without_kernels(*args: Any) -> dict[str, Any]:
-    with models.graphs_alone():
+    with kernels.graphs_alone():
         return _train(*args)
 
 
@@ -123,7 +124,7 @@ def test_eager(mesh: str) -> None:
 def test_compiled(mesh: str) -> None:
     """One mesh as a user compiles it, one with kernels that g++ does not optimise, the others without kernels."""
     shape, placements = MESHES[mesh]
-    options = None if mesh == "1" else models.FAST
+    options = kernels.AS_USERS_DO if mesh == "1" else None
     run = _train if mesh in ("1", "3") else _train_without_kernels
     for got in testing.run(run, shape, placements, True, options, world_size=torch.Size(shape).numel()):
         for name in RATES:

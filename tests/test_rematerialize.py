@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 
 import dbuf
+import kernels
 import models
 from dbuf import Replicate, RowAtomic, testing, tree
 from models import Gathers, kept, shard_groups, share
@@ -180,7 +181,7 @@ def _dropout(compiled: bool) -> dict[str, Any]:
         return {name: step(params, h) for name, step in steps.items()}
 
     if compiled:
-        jitted = models.jit(all_steps)
+        jitted = dbuf.jit(all_steps)
         torch.manual_seed(mesh.get_rank())
         results = jitted(params, h)
         torch.manual_seed(mesh.get_rank())
@@ -337,7 +338,7 @@ def most_alive(spans: list[tuple[str, int, int]]) -> int:
 
 def _compiled() -> dict[str, Any]:
     params, tokens = _start(3, width=24, hidden=40)
-    jitted = models.jit(dbuf.value_and_grad(models.language_loss()), overlap=False)  # test_schedule.py has it on
+    jitted = dbuf.jit(dbuf.value_and_grad(models.language_loss()), overlap=False)  # test_schedule.py has it on
     (loss, grads), codes = run_and_get_code(jitted, params, tokens)
     order = {f"arg{i}_1": name for i, name in enumerate(params)}
     eager_loss, eager_grads = jitted.fn(params, tokens)
@@ -377,8 +378,8 @@ def _compiled_others() -> dict[str, Any]:
             models.language_loss(half)
         )(params, tokens)
 
-    jitted = models.jit(step)
-    with models.graphs_alone():
+    jitted = dbuf.jit(step)
+    with kernels.graphs_alone():
         compiled = models.whole(list(jitted(params, modules, tokens, h)))
     return {"compiled": compiled, "eager": models.whole(list(step(params, modules, tokens, h)))}
 

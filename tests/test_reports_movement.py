@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import DBuffer, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic, TreeError
 from dbuf.testing import assert_bitwise, assert_close, assert_same_on_all_ranks, run
 
@@ -544,7 +545,7 @@ FAKE_WORLD = """
 import json, re
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-import dbuf, programs
+import dbuf, kernels, programs
 from dbuf import DBuffer, RowAtomic, ShardLayout
 
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)

@@ -96,7 +96,7 @@ def _routes() -> dict[str, Any]:
         by_autograd = dbuf.value_and_grad(models.language_loss(models.kept))(params, tokens)
         return by_autograd, _by_func(params, tokens)
 
-    eager, compiled = both(params, tokens), models.jit(both)(params, tokens)
+    eager, compiled = both(params, tokens), dbuf.jit(both)(params, tokens)
     return {
         "eager": [(loss, models.whole(grads)) for loss, grads in eager],
         "compiled": [(loss, models.whole(grads)) for loss, grads in compiled],
@@ -140,7 +140,7 @@ def test_P195329_a_donated_update_allocates_nothing_of_full_size() -> None:
         updates, state = sgd.update(grads, state, params)
         return dbuf.optim.apply_updates(params, updates), state
 
-    jitted, grads = models.jit(update, donate_argnums=(0, 1)), tree.map(torch.ones_like, params)
+    jitted, grads = dbuf.jit(update, donate_argnums=(0, 1)), tree.map(torch.ones_like, params)
     pointer = params.local.data_ptr()
     params, state = jitted(params, sgd.init(params), grads)
     assert params.local.data_ptr() == pointer
@@ -160,7 +160,7 @@ def test_M7264_nothing_per_parameter_on_the_host() -> None:
             updates, state = adamw.update(params, state, params)
             return dbuf.optim.apply_updates(params, updates), state
 
-        jitted = models.jit(update)
+        jitted = dbuf.jit(update)
         _, (code,) = run_and_get_code(jitted, params, adamw.init(params))
         programs.append((dict(jitted.inspect(params, adamw.init(params)).ops), code.count("cpp_fused"), len(code)))
     assert programs[0] == programs[1]
@@ -176,7 +176,7 @@ def _gradients_alive() -> tuple[int, int]:
             h = dbuf.gathered(models.block)(group, h)
         return h.square().mean()
 
-    _, (code,) = run_and_get_code(models.jit(dbuf.grad(loss_fn)), params, torch.ones(3, 24))
+    _, (code,) = run_and_get_code(dbuf.jit(dbuf.grad(loss_fn)), params, torch.ones(3, 24))
     full = params["block0"].layout.size
     assert full > sum(t.numel() for t in groups["block0"].values())  # padding, which once held all of them alive
     held = [[kind for kind, nbytes in now.values() if nbytes == full * 4] for now in memory_of(code)]
@@ -194,7 +194,7 @@ def test_ISEEKYAN158_reduce_scatter_inputs_are_not_all_alive_at_once() -> None:
 
 def test_P168890_a_compiled_result_feeds_the_next_function() -> None:
     buf = dbuf.shard({"w": torch.tensor([1.0, 2.0])}, _mesh(), RowAtomic())
-    first, second = models.jit(lambda b: tree.map(torch.neg, b)), models.jit(lambda b: tree.map(torch.exp, b))
+    first, second = dbuf.jit(lambda b: tree.map(torch.neg, b)), dbuf.jit(lambda b: tree.map(torch.exp, b))
     out = second(first(buf))
     assert type(out) is dbuf.DBuffer and out.spec == buf.spec
     testing.assert_close(out.local, torch.tensor([-1.0, -2.0]).exp())

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import BlockAtomic, DBuffer, GlobalLayout, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic
 from dbuf.errors import DbufError
 from dbuf.placement import Placements, dual_placements, num_sharded

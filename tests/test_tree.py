@@ -16,6 +16,7 @@ from hypothesis import given
 from torch.utils import _pytree
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import DBuffer, Replicate, RowAtomic, TreeError
 from dbuf import tree as trees
 from dbuf.testing import assert_bitwise, strategies

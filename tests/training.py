@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import dbuf
+import kernels
 import models
 from dbuf import tree
 from dbuf.optim import GradientTransformation
@@ -101,7 +102,7 @@ def train(
     steps: int,
     *,
     compiled: bool = False,
-    kernels: bool = True,
+    make_kernels: bool = True,
     clip: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -111,9 +112,9 @@ def train(
     step: Callable[..., Any] = make_train_step(
         models.language_loss(), make, strategy, microbatches=microbatches, clip_norm=clip
     )
-    step = models.jit(step, donate_argnums=0) if compiled else step
+    step = dbuf.jit(step, donate_argnums=0) if compiled else step
     losses, norms = [], []
-    with contextlib.nullcontext() if kernels else models.graphs_alone():
+    with contextlib.nullcontext() if make_kernels else kernels.graphs_alone():
         for i in range(steps):
             state, metrics = step(state, batch_of(mesh, i))
             losses.append(metrics["loss"])

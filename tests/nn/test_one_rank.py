@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbuf
+import kernels  # noqa: F401
 import modules
 from dbuf import RowAtomic, TreeError, testing
 from dbuf.nn import Functional, functionalize

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import dbuf
+import kernels  # noqa: F401
 from dbuf import testing
 from dbuf.errors import PlacementError, TreeError
 from dbuf.optim import GradientTransformation, adamw, apply_updates, chain, sgd

@@ -11,7 +11,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 import dbuf
-import models
 import reference
 from dbuf import BlockAtomic, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic
 from dbuf.placement import describe, is_sharded
@@ -25,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 KERNELS_AT = ((1,), (3,))
 
 # Hundreds of cells in one program: the search for fusions is the shorter one.
-OPTIONS = {**models.FAST, "max_fusion_buffer_group_pairwise_attempts": 2}
+OPTIONS = {"max_fusion_buffer_group_pairwise_attempts": 2}
 
 # Leaves are indices of shapes. Odd sizes, a scalar, an empty tensor, a None, and a row so long that some rank owns
 # nothing of an UNPADDED buffer (3 and 4 ranks), or nothing but padding of a PADDED one.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import dbuf
+import kernels  # noqa: F401
 import reference
 from dbuf import DBuffer, PlacementError, Replicate, TreeError
 from table.cells import OPTIONS, Cell

@@ -63,7 +63,7 @@ def _skip(name: str, compiled: bool) -> Any:
         return inner(params, batch["tokens"]) * batch["factor"]
 
     step: Any = make_train_step(loss_fn, optimizer, strategy, skip_nonfinite=True)
-    step = models.jit(step) if compiled else step
+    step = dbuf.jit(step) if compiled else step
     states, skipped = [state], []
     for i in range(4):
         factor = torch.tensor(math.nan if i == 2 and dist.get_rank() == 1 else 1.0)
@@ -94,7 +94,7 @@ def _many_steps() -> Any:
 
     optimizer = dbuf.optim.adamw(rate)
     mesh, strategy, state = training.start((2,), "zero3", optimizer)
-    step = models.jit(make_train_step(models.language_loss(), optimizer, strategy), donate_argnums=0)
+    step = dbuf.jit(make_train_step(models.language_loss(), optimizer, strategy), donate_argnums=0)
     for i in range(20):
         state, _ = step(state, training.batch_of(mesh, i))
     fresh = step.compiles

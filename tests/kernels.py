@@ -1,0 +1,46 @@
+"""The kernels of compiled programs in tests: a file that compiles imports this, by way of `models` or alone.
+
+g++ does not optimise them, and they are built in the process that asks: the same programs in half the time. What a test
+reads from a program (its graph, code, memory) does not depend on it; test_parity.py also compiles as users do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import cpp_builder
+
+AS_USERS_DO = {"aot_inductor.debug_compile": False, "cpp.simdlen": None}
+
+inductor_config.aot_inductor.debug_compile = True
+inductor_config.cpp.simdlen = 1
+inductor_config.compile_threads = 1
+cpp_builder._get_inductor_debug_symbol_cflags = lambda: ([], [])  # it asks for symbols as well, a quarter of the time
+
+
+@contextlib.contextmanager
+def graphs_alone() -> Iterator[None]:
+    """While it is open, programs of `dbuf.jit` run operation by operation what Inductor would make kernels of.
+
+    Everything that dbuf does to a program has been done by then, but for its order. Kernels are two thirds of a
+    compile, and the same at any number of ranks: tests that go through many numbers make them at some. With
+    DBUF_TEST_KERNELS, as `make exhaustive` sets it, they are made everywhere.
+    """
+    if os.environ.get("DBUF_TEST_KERNELS"):
+        yield
+        return
+
+    from functorch.compile import make_boxed_func  # late: these take a second to import
+    from torch._inductor import compile_fx
+
+    def run(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
+        return make_boxed_func(gm)
+
+    with mock.patch.object(compile_fx, "compile_fx_inner", run):
+        yield
