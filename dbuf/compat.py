@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import annotate, get_current_meta
 from torch.utils._pytree import GetAttrKey, TreeSpec
@@ -50,6 +51,7 @@ __all__ = [
     "compile_program",
     "flatten_mesh",
     "graph_breaks",
+    "group_backend",
     "inside_func_transform",
     "kept_in_backward",
     "merging_trace_length",
@@ -256,10 +258,7 @@ def compile_inductor(
     patches = _same_order() | (_placing(place) if place else {}) | dict(options)
     settings = {"remat_using_tags_for_fwd_loss_bwd_graph": False, "enable_autograd_cache": False, "cse": False}
     with functorch_config.patch(settings):
-        return cast(
-            Callable[..., Any],
-            compile_fx(gm, inputs, inner_compile=inner, config_patches=patches),
-        )
+        return cast(Callable[..., Any], compile_fx(gm, inputs, inner_compile=inner, config_patches=patches))
 
 
 def inside_func_transform() -> bool:
@@ -318,6 +317,11 @@ def kept_in_backward() -> Iterator[None]:
 def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:
     """Make the process group over several axes of `mesh`; `mesh.get_group(name)` finds it from then on."""
     mesh[axis_names]._flatten(name)
+
+
+def group_backend(name: str) -> str:
+    """`"gloo"`, `"nccl"`, ... of the process group that a collective in a graph names (2.13, 2.14)."""
+    return torch.distributed.get_backend(_resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def graph_breaks() -> int:

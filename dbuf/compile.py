@@ -243,6 +243,7 @@ class _Program:
         schedule.take_before_writing(graph)
         self._overlap.prefetch(graph)
         self._report = read_graph(graph, self._axis_of_group)
+        self._overlap.translate(graph)
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         """The report of the last compilation, or of one that ends once the graph has been read."""

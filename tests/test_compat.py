@@ -466,6 +466,14 @@ def test_optree_global_registers_for_every_namespace() -> None:
     assert optree.tree_leaves(Box(3)) == optree.tree_leaves(Box(3), namespace="any") == [3]
 
 
+def backend_of_a_group() -> str:
+    return compat.group_backend(torch.distributed.init_device_mesh("cpu", (2,)).get_group().group_name)
+
+
+def test_group_backend_of_the_name_in_a_graph() -> None:
+    assert run(backend_of_a_group, world_size=2) == ["gloo"] * 2
+
+
 def flattened() -> tuple[list[int], str]:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     compat.flatten_mesh(mesh, ("outer", "inner"), "outer_inner")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import dbuf
 import models
 import programs
-from dbuf import ShardLayout, testing
+from dbuf import Partial, RowAtomic, ShardLayout, testing
 from dbuf.errors import DbufError
 from dbuf.plan.tensors import plan_tensor_atomic
 from dbuf.schedule import Overlap
@@ -136,7 +136,7 @@ def _programs() -> dict[str, Any]:
         out[name] = {
             "alive": programs.gathered_alive(code),
             "gathers": [n for op, n in behind if op.startswith("all_gather")],
-            "reductions": [n for op, n in behind if op.startswith("reduce_scatter")],
+            "reductions": [n for op, n in behind if op.startswith("all_to_all")],
         }
     return {**out, "lines": lines}
 
@@ -155,7 +155,40 @@ def test_what_runs_behind_compute_and_what_is_alive() -> None:
     # Without, a gather is waited for where it starts; what reads a reduction stands where Inductor put it.
     assert not any(off["gathers"]) and not any(got["reductions"]["gathers"]) and any(got["gathers"]["gathers"])
     assert sum(n > 0 for n in off["reductions"]) <= sum(n > 0 for n in on["reductions"])
-    assert [line.split(",")[1].split(":")[0] for line in got["lines"]] == [" graph", " program"]
+    assert [line.split(",")[1].split(":")[0] for line in got["lines"]] == [" graph", " graph", " program"]
+    assert f"{groups + 1} reductions are an exchange" in got["lines"][1]
+
+
+# Reductions on gloo.
+
+
+def _reduce(buf: dbuf.DBuffer) -> dbuf.DBuffer:
+    return dbuf.reduce_scatter(buf, RowAtomic())
+
+
+def _reductions() -> dict[str, Any]:
+    mesh, rank = dbuf.init_mesh(("dp",)), dist.get_rank()
+    out: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = dbuf.shard({"w": torch.arange(14.0, dtype=dtype) * (rank + 1)}, mesh, Partial())
+        for exchange in (True, False):
+            reduce = dbuf.jit(_reduce, overlap=Overlap(exchange=exchange))
+            code = programs.code_of(reduce, whole)
+            ops = [op for op, _, _ in programs.collectives(code)]
+            reduce = dbuf.jit(_reduce, overlap=Overlap(exchange=exchange))
+            out[f"{dtype} {exchange}"] = ops, reduce(whole).local, reduce.inspect(whole).collectives
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
+    """The same numbers; the report says what it means."""
+    for got in testing.run(_reductions, world_size=ranks):
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            (on, x, report), (off, y, expected) = got[f"{dtype} True"], got[f"{dtype} False"]
+            assert (on, off) == (["all_to_all_single"], ["reduce_scatter_tensor"])
+            assert report == expected == {"reduce_scatter": 1}
+            testing.assert_bitwise(x, y)
 
 
 def test_a_bound_is_a_positive_count() -> None:

@@ -9,6 +9,7 @@ from torch.fx import Graph
 
 from dbuf.compat import ScheduledOp
 from dbuf.errors import DbufError, require_positive
+from dbuf.schedule.exchange import exchange_on_gloo
 from dbuf.schedule.gathers import prefetch_gathers
 from dbuf.schedule.order import order_ops
 
@@ -23,12 +24,15 @@ class Overlap:
         gathers: Start gathers of `gathered` early, as far as `groups_in_flight` allows.
         reductions: Wait for reductions late: when the next one has started.
         groups_in_flight: Gathered groups alive at once, the one in use included.
+        exchange: On gloo, reduce by an all-to-all and a local sum: half the bytes, and sums in fp32. From three ranks
+            on a sum may then differ from eager's in its last bit.
         report: Called with a line about what was done, such as `print`, at every compilation.
     """
 
     gathers: bool = True
     reductions: bool = True
     groups_in_flight: int = 2
+    exchange: bool = True
     report: Callable[[str], object] | None = None
 
     def __post_init__(self) -> None:
@@ -38,6 +42,11 @@ class Overlap:
         """Put the gathers of a graph, after all other passes, into the order in which they are to start."""
         moved = prefetch_gathers(graph, self.groups_in_flight) if self.gathers else 0
         self._say(f"graph: {moved} gathers start before the one before them is used")
+
+    def translate(self, graph: Graph) -> None:
+        """Put collectives that a backend is slow at in other terms, after a report has been read."""
+        changed = exchange_on_gloo(graph) if self.exchange else 0
+        self._say(f"graph: {changed} reductions are an exchange and a local sum")
 
     def place(self, ops: list[ScheduledOp]) -> list[int]:
         """The order in which a program of Inductor's issues its operations."""
