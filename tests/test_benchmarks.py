@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "benchmarks"
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the benchmark itself prints the losses
 def test_lines_that_need_no_compiler_end_at_one_loss() -> None:
     lines = ["DDP fused", "FSDP2 fused", "dbuf zero3 eager"]
     command = [sys.executable, str(FOLDER / "step.py"), "--quick", "--lines", *lines]

@@ -77,6 +77,7 @@ def test_compiled_step_on_gpu_equals_cpu(tmp_path, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_script_itself_on_the_cpu(tmp_path):
     """Not a GPU test of its own: it keeps the script above from rotting where there is none."""
     losses, _ = run_step(tmp_path, "cpu", 1)
