@@ -193,7 +193,9 @@ class Gathers(TorchDispatchMode):
 
 
 _NEW = re.compile(r"(buf\d+) = empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.(\w+)\)")
-_COLLECTIVE = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(all_gather_into|reduce_scatter)_tensor\.")
+_COLLECTIVE = re.compile(
+    r"(buf\d+) = torch\.ops\._c10d_functional\.(all_gather_into|all_to_all|reduce_scatter)_(?:tensor|single)\."
+)
 # torch 2.13 writes no dtype: `assert_size_stride(buf0, (8, ), (1, ), 'torch.ops...')`; 2.14 `assert_tensor_metadata`.
 _RESULT = re.compile(r"assert_\w+\((buf\d+), \((.*?)\), \(.*?\), (?:torch\.(\w+), )?'torch\.ops\._c10d_functional\.")
 _SAME = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b")
@@ -202,8 +204,8 @@ _SAME = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b")
 def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
     """What the program holds after each line of its code: storage -> (kind, bytes).
 
-    The kinds are `"empty"`, `"all_gather_into"` and `"reduce_scatter"`. A profiler would miss what gloo's threads
-    free. Arguments are not counted. Code is Inductor's for one CPU program, whose collectives move fp32.
+    The kinds are `"empty"`, `"all_gather_into"`, `"all_to_all"` and `"reduce_scatter"`. A profiler would miss what
+    gloo's threads free. Arguments are not counted. Code is Inductor's for one CPU program, whose collectives move fp32.
     """
     body = code[code.index("def call(") :]
     nbytes = {

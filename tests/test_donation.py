@@ -210,9 +210,10 @@ def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool
     them in for all blocks in the first kernel of the step, with every full-size gradient allocated there.
 
     With overlap two gathered blocks are alive, and where the forward turns, the memory of a third, which Inductor
-    keeps for the gradient that comes next.
+    keeps for the gradient that comes next. Of two reductions on their way there are, on gloo, what is sent and what is
+    received.
     """
-    few, many = (4, 8) if padded and overlap else (3, 5)
+    few, many = (4, 8) if padded and overlap else (4, 6)
     small, large = (testing.run(_whole_step, layers, padded, overlap, world_size=2)[0] for layers in (few, many))
     assert small["same memory"] and large["same memory"] and (small["padding"] > 0) is padded
     assert all(0 < step["peak"] == step["peak of a run"] for step in (small, large))  # the code was read right
@@ -220,7 +221,7 @@ def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool
     print(f"\npeak {small['peak']:,} bytes with {few} blocks, {large['peak']:,} with {many}: {grown:,.0f} a block more")
     print(f"a block's full weights are {small['full']:,} bytes: {small['full alive']}, {large['full alive']} alive")
     assert grown <= small["full"] / 2 + small["activations"] + 512
-    assert large["full alive"] == small["full alive"] <= (4 if overlap else 3)
+    assert large["full alive"] == small["full alive"] <= (6 if overlap else 3)
     assert large["weights alive"] == small["weights alive"] <= (3 if overlap else 2)
 
 

@@ -67,6 +67,7 @@ LINES: dict[str, Callable[[Setup], Step]] = {
     "dbuf zero2": functools.partial(train, strategy=Strategy.zero2()),
     "dbuf zero3": functools.partial(train, strategy=Strategy.zero3()),
     "dbuf zero3, no overlap": functools.partial(train, strategy=Strategy.zero3(), overlap=False),
+    "dbuf zero3, no exchange": functools.partial(train, strategy=Strategy.zero3(), overlap=Overlap(exchange=False)),
     "dbuf zero3, three groups": functools.partial(
         train, strategy=Strategy.zero3(), overlap=Overlap(groups_in_flight=3)
     ),

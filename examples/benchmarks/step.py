@@ -58,7 +58,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     if not gpus:
         build()
-    size = Size(layers=2, width=64) if args.quick else Size()
+    size = Size(layers=2, width=64) if args.quick else Size(layers=args.layers)
     result: dict[str, Any] = {"machine": machine(gpus), "size": vars(size), "command": command()}
     result["step"] = launch(args.ranks or (gpus or 2), args, size, args.lines)
     print(table(result["step"]), flush=True)
@@ -233,6 +233,7 @@ def arguments() -> argparse.Namespace:
     add("--lines", nargs="+", metavar="LINE", help=f"which; all of: {', '.join(LINES)}")
     add("--rounds", type=int, help="of turns, by default 20")
     add("--steps", type=int, default=3, help="a line takes a turn")
+    add("--layers", type=int, default=Size.layers, help="of the model, by default %(default)s")
     add("--ranks", type=int, help="processes, by default 2, or one a GPU")
     add("--scaling", action="store_true", help="then the same batch a rank on 1, 2, 4 ranks")
     add("--quick", action="store_true", help="a small model, few lines and rounds; writes nothing")
