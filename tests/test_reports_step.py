@@ -189,7 +189,7 @@ def test_ISEEKYAN158_reduce_scatter_inputs_are_not_all_alive_at_once() -> None:
     for gradients, everything in testing.run(_gradients_alive, world_size=2):
         print(f"full-size gradients alive at once: {gradients}; with weights: {everything}")
         assert gradients <= 2
-        assert everything <= 4
+        assert everything <= 6  # and two that an exchange on gloo receives
 
 
 def test_P168890_a_compiled_result_feeds_the_next_function() -> None:

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from dbuf.collectives import GATHER_MARK
 from dbuf.compat import node_draws_random, node_is_backward, node_is_recomputed, node_mark, node_region
+from dbuf.schedule.cheap import cheap_to_repeat
 from dbuf.schedule.values import keeps_values
 
 __all__ = ["repeat_in_backward"]
@@ -18,8 +19,8 @@ __all__ = ["repeat_in_backward"]
 def repeat_in_backward(graph: Graph) -> int:
     """Give the backward its own copy of every forward node that is marked for repetition.
 
-    Marked are gathers inside `gathered`, all of `remat` but its random draws and its results, and views and casts
-    of those.
+    Marked are gathers inside `gathered`, all of `remat` but its random draws and its results, what is cheap to compute
+    again, and views and casts of those.
 
     Args:
         graph: A flat graph, changed in place.
@@ -49,12 +50,13 @@ def repeat_in_backward(graph: Graph) -> int:
 
 def _repeatable(graph: Graph) -> set[Node]:
     found: set[Node] = set()
+    cheap = cheap_to_repeat(graph)
     for node in graph.nodes:
         if node.op != "call_function" or node_is_backward(node):
             continue
         inputs = node.all_input_nodes
         recomputed = node_is_recomputed(node) and not node_draws_random(node) and not _leaves_region(node)
-        marked = node_mark(node, GATHER_MARK) or recomputed
+        marked = node_mark(node, GATHER_MARK) or recomputed or node in cheap
         if marked or (inputs and keeps_values(node) and all(source in found for source in inputs)):
             found.add(node)
     return found

@@ -1,0 +1,88 @@
+"""What is so cheap to compute that the backward does it again rather than keep it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from dbuf.collectives import GATHER_MARK, is_collective
+from dbuf.compat import node_is_backward, node_mark
+from dbuf.schedule.values import keeps_values
+
+__all__ = ["cheap_to_repeat"]
+
+_aten = torch.ops.aten
+_CHEAP = (_aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default)
+_SMALL = 8  # how many times smaller a tensor has to be to be kept for this
+
+
+def cheap_to_repeat(graph: Graph) -> set[Node]:
+    """Forward nodes that are a few multiplications away from what the backward keeps anyway.
+
+    Above all the results of norms: their backward keeps the input, from which a scale and a shift lead to what the
+    product after the norm has read. torch's partitioner would find them; one joint graph has none. Where forward and
+    backward meet, within one gathered group, nothing is repeated: it would be kept for a moment only.
+
+    Args:
+        graph: A flat graph, forward and backward; nothing is changed.
+
+    Returns:
+        The nodes, and those between them and what is kept.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    gathers = [i for node, i in order.items() if node_mark(node, GATHER_MARK) and is_collective(node.target)]
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.target not in _CHEAP or node_is_backward(node):
+            continue
+        readers = [order[user] for user in _backward_readers(node)]
+        if readers and (not gathers or bisect(gathers, order[node]) < bisect(gathers, min(readers))):
+            found |= _steps_from_kept(node) or set()
+    return found
+
+
+def _steps_from_kept(node: Node) -> set[Node] | None:
+    """The cheap nodes from what is kept to a node, itself included; None if something would have to be kept for it."""
+    steps, stack, size = set(), [node], _numel(node)
+    while stack:
+        step = stack.pop()
+        steps.add(step)
+        large = [source for source in step.all_input_nodes if _numel(source) * _SMALL > size]
+        if len(set(large)) > 1 and step.target is not _aten.mul.Tensor:
+            return None
+        for source in step.all_input_nodes:
+            if source in steps or source.op == "placeholder" or node_mark(source, GATHER_MARK):
+                continue
+            if (source.target in _CHEAP or keeps_values(source)) and not _joins(source, size):
+                stack.append(source)
+            elif not (_numel(source) * _SMALL <= size or any(_backward_readers(source))):
+                return None
+    return steps
+
+
+def _joins(node: Node, size: int) -> bool:
+    """Whether a node adds two large tensors: a residual, which is kept for the backward of what follows."""
+    large = {source for source in node.all_input_nodes if _numel(source) * _SMALL > size}
+    return node.target is not _aten.mul.Tensor and len(large) > 1
+
+
+def _backward_readers(node: Node) -> Iterator[Node]:
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if node_is_backward(user):
+            yield user
+        elif keeps_values(user):
+            stack.extend(user.users)
+
+
+def _numel(node: Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+    return math.prod(size or 1 for size in sizes)
