@@ -236,6 +236,7 @@ class _Program:
 
     def _schedule(self, graph: torch.fx.Graph) -> None:
         schedule.take_aliases_outside(graph)
+        schedule.sink_gathers(graph)
         schedule.repeat_in_backward(graph)
         schedule.sink_gathers(graph)
         schedule.store_results(graph)

@@ -124,6 +124,7 @@ def run_until_interrupted(main: Callable[[], None]) -> None:
     try:
         main()
     except BaseException:
+        time.sleep(0.2)  # a signal that came during a collective is handled only now, after what the collective raised
         if not interrupted:
             raise
         if speaks():

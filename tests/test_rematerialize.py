@@ -404,7 +404,7 @@ def _normed_block(p: Tensors, h: torch.Tensor) -> torch.Tensor:
 def _growth(rows: int, width: int) -> float:
     """Bytes that a block more keeps from forward to backward, in the code of an SGD step."""
     peaks = []
-    for layers in (3, 6):
+    for layers in (5, 8):
         groups = {str(i): {"scale": torch.ones(width), "w": torch.randn(width, width)} for i in range(layers)}
         params = shard_groups(groups, dbuf.init_mesh(("dp",)), RowAtomic())
 

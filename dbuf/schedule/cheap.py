@@ -17,6 +17,7 @@ __all__ = ["cheap_to_repeat"]
 
 _aten = torch.ops.aten
 _CHEAP = (_aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default)
+_NEAR = 3  # groups whose second gathers can be under way while the forward still runs
 _SMALL = 8  # how many times smaller a tensor has to be to be kept for this
 
 
@@ -24,11 +25,13 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
     """Forward nodes that are a few multiplications away from what the backward keeps anyway.
 
     Above all the results of norms: their backward keeps the input, from which a scale and a shift lead to what the
-    product after the norm has read. torch's partitioner would find them; one joint graph has none. Where forward and
-    backward meet, within one gathered group, nothing is repeated: it would be kept for a moment only.
+    product after the norm has read. torch's partitioner would find them; one joint graph has none. Nothing is repeated
+    for the last groups before the backward: it is kept for a moment only, and Inductor would fuse both copies, and wait
+    for the second gather in the forward. Nor is what another group reads: its backward would need the weights of this
+    one, earlier than its own backward does.
 
     Args:
-        graph: A flat graph, forward and backward; nothing is changed.
+        graph: A flat graph, forward and backward, after `sink_gathers`; nothing is changed.
 
     Returns:
         The nodes, and those between them and what is kept.
@@ -39,8 +42,11 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if node.target not in _CHEAP or node_is_backward(node):
             continue
-        readers = [order[user] for user in _backward_readers(node)]
-        if readers and (not gathers or bisect(gathers, order[node]) < bisect(gathers, min(readers))):
+        own = bisect(gathers, order[node])
+        group_of = {user: bisect(gathers, order[user]) for user in _readers(node)}
+        forward = [group for user, group in group_of.items() if not node_is_backward(user)]
+        backward = [group for user, group in group_of.items() if node_is_backward(user)]
+        if backward and all(group == own for group in forward) and (not gathers or own + _NEAR <= min(backward)):
             found |= _steps_from_kept(node) or set()
     return found
 
@@ -59,7 +65,7 @@ def _steps_from_kept(node: Node) -> set[Node] | None:
                 continue
             if (source.target in _CHEAP or keeps_values(source)) and not _joins(source, size):
                 stack.append(source)
-            elif not (_numel(source) * _SMALL <= size or any(_backward_readers(source))):
+            elif not (_numel(source) * _SMALL <= size or any(map(node_is_backward, _readers(source)))):
                 return None
     return steps
 
@@ -70,14 +76,15 @@ def _joins(node: Node, size: int) -> bool:
     return node.target is not _aten.mul.Tensor and len(large) > 1
 
 
-def _backward_readers(node: Node) -> Iterator[Node]:
+def _readers(node: Node) -> Iterator[Node]:
+    """What computes with a node, also through views."""
     stack = list(node.users)
     while stack:
         user = stack.pop()
-        if node_is_backward(user):
-            yield user
-        elif keeps_values(user):
+        if keeps_values(user):
             stack.extend(user.users)
+        else:
+            yield user
 
 
 def _numel(node: Node) -> int:

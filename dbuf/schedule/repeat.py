@@ -23,7 +23,7 @@ def repeat_in_backward(graph: Graph) -> int:
     again, and views and casts of those.
 
     Args:
-        graph: A flat graph, changed in place.
+        graph: A flat graph after `sink_gathers`, changed in place.
 
     Returns:
         The number of nodes copied.
