@@ -4,8 +4,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
-# Two files of tests at a time: compiling on ranks leaves cores idle, and each worker has a pool of ranks of its own.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two files of tests at a time: compiling on ranks leaves cores idle, and each worker has a pool of ranks of its own. One
+# at a time where nobody waits: on a crowded machine gloo can crash (docs/design/008-gloo-race.md).
+WORKERS ?= $(if $(CI),0,2)
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # An exact version lets a package index that has CPU builds serve one; an open range can pull several GB of CUDA.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.13' || echo 'torch==2.13.0')
