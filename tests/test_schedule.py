@@ -169,8 +169,8 @@ def _reduce(buf: dbuf.DBuffer) -> dbuf.DBuffer:
 def _reductions() -> dict[str, Any]:
     mesh, rank = dbuf.init_mesh(("dp",)), dist.get_rank()
     out: dict[str, Any] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = dbuf.shard({"w": torch.arange(14.0, dtype=dtype) * (rank + 1)}, mesh, Partial())
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        whole = dbuf.shard({"w": torch.arange(14, dtype=dtype) * (rank + 1)}, mesh, Partial())
         for exchange in (True, False):
             reduce = dbuf.jit(_reduce, overlap=Overlap(exchange=exchange))
             code = programs.code_of(reduce, whole)
@@ -184,11 +184,11 @@ def _reductions() -> dict[str, Any]:
 def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
     """The same numbers; the report says what it means."""
     for got in testing.run(_reductions, world_size=ranks):
-        for dtype in ("torch.float32", "torch.bfloat16"):
+        for dtype in ("torch.float32", "torch.bfloat16", "torch.int32"):
             (on, x, report), (off, y, expected) = got[f"{dtype} True"], got[f"{dtype} False"]
             assert (on, off) == (["all_to_all_single"], ["reduce_scatter_tensor"])
             assert report == expected == {"reduce_scatter": 1}
-            testing.assert_bitwise(x, y)
+            testing.assert_bitwise(x, y)  # and dtypes: a sum of integers is no int64
 
 
 def test_a_bound_is_a_positive_count() -> None:

@@ -57,8 +57,7 @@ def _steps_from_kept(node: Node) -> set[Node] | None:
     while stack:
         step = stack.pop()
         steps.add(step)
-        large = [source for source in step.all_input_nodes if _numel(source) * _SMALL > size]
-        if len(set(large)) > 1 and step.target is not _aten.mul.Tensor:
+        if _joins(step, size):
             return None
         for source in step.all_input_nodes:
             if source in steps or source.op == "placeholder" or node_mark(source, GATHER_MARK):

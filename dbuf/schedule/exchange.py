@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from dbuf.collectives import ALL_TO_ALL, REDUCE_SCATTER, WAIT_FOR
 from dbuf.compat import group_backend
+from dbuf.schedule.values import insert_call
 
 __all__ = ["exchange_on_gloo"]
 
@@ -26,28 +25,26 @@ def exchange_on_gloo(graph: Graph) -> int:
     Returns:
         The number of reductions changed.
     """
-    changed = 0
+    changed, aten = 0, torch.ops.aten
     for node in list(graph.nodes):
         waits = list(node.users)
         if node.target is not REDUCE_SCATTER or any(wait.target is not WAIT_FOR for wait in waits):
             continue
         x, reduction, ranks, group = node.args
-        if reduction != "sum" or group_backend(group) != "gloo":
+        result = node.meta["val"]
+        if reduction != "sum" or result.ndim != 1 or group_backend(group) != "gloo":
             continue
-        each = [node.meta["val"].numel()] * ranks
-        sent = _call(graph, node, ALL_TO_ALL, x, each, each, group)
+        each = [result.numel()] * ranks
+        with graph.inserting_before(node):
+            sent = insert_call(graph, node.meta, ALL_TO_ALL, x, each, each, group)
         for wait in waits:
-            received = _call(graph, wait, WAIT_FOR, sent)
-            by_rank = _call(graph, wait, torch.ops.aten.view.default, received, [ranks, each[0]])
-            wait.replace_all_uses_with(_call(graph, wait, torch.ops.aten.sum.dim_IntList, by_rank, [0]))
+            with graph.inserting_before(wait):
+                received = insert_call(graph, wait.meta, WAIT_FOR, sent)
+                by_rank = insert_call(graph, wait.meta, aten.view.default, received, [ranks, each[0]])
+                # A sum of integers would be int64 otherwise.
+                total = insert_call(graph, wait.meta, aten.sum.dim_IntList, by_rank, [0], dtype=result.dtype)
+            wait.replace_all_uses_with(total)
             graph.erase_node(wait)
         graph.erase_node(node)
         changed += 1
     return changed
-
-
-def _call(graph: Graph, before: Node, op: Any, *args: Any) -> Node:
-    with graph.inserting_before(before):
-        node = graph.call_function(op, args)
-    node.meta = {**before.meta, "val": op(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))}
-    return node

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dbuf.compat import node_is_backward
+from dbuf.schedule.values import insert_call
 
 __all__ = ["anchor_padding"]
 
@@ -56,7 +57,4 @@ def _zero_from(graph: Graph, node: Node) -> Node:
 
 
 def _call(graph: Graph, op: Any, *args: Any) -> Node:
-    node = graph.call_function(op, args)
-    node.meta["val"] = op(*[arg.meta["val"] if isinstance(arg, Node) else arg for arg in args])
-    node.meta["autograd_backward"] = True
-    return node
+    return insert_call(graph, {"autograd_backward": True}, op, *args)

@@ -1,13 +1,15 @@
-"""Nodes that hand a value on without computing with it."""
+"""Nodes and their values: which hand one on without computing with it, and new ones that know theirs."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-__all__ = ["keeps_values", "origin"]
+__all__ = ["insert_call", "keeps_values", "origin"]
 
 
 def keeps_values(node: Node) -> bool:
@@ -22,4 +24,12 @@ def origin(node: Node) -> Node:
     """The node whose numbers a chain of views and copies hands on."""
     while node.op == "call_function" and (keeps_values(node) or node.target is torch.ops.aten.clone.default):
         node = node.all_input_nodes[0]
+    return node
+
+
+def insert_call(graph: Graph, meta: Mapping[str, Any], op: Any, *args: Any, **kwargs: Any) -> Node:
+    """Call `op` where the graph inserts nodes now, with the value that its inputs' values give."""
+    node = graph.call_function(op, args, kwargs)
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    node.meta = {**meta, "val": op(*values, **kwargs)}
     return node
