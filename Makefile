@@ -4,6 +4,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
+# Python keeps what it compiled, even where the environment says not to: torch's modules take a second of each start.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Two files of tests at a time: compiling on ranks leaves cores idle, and each worker has a pool of ranks of its own. One
 # at a time where nobody waits: on a crowded machine gloo can crash (docs/design/008-gloo-race.md).
 WORKERS ?= $(if $(CI),0,2)

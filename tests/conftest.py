@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+gc.set_threshold(100_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

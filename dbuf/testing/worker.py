@@ -23,6 +23,7 @@ from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
 _PARENT_POLL_MS = 1000
 _CASES_PER_SWEEP = 50
+_GARBAGE_THRESHOLDS = (100_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
 
 def main(connection_fd: int, stack_path: str) -> None:
@@ -38,6 +39,7 @@ def main(connection_fd: int, stack_path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_watch_parent, args=(connection_fd, os.getppid(), stack_path), daemon=True).start()
     torch.set_num_threads(1)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     load_cloudpickle()
     _tidy(sweep=False)
     with Connection(connection_fd) as connection:
