@@ -14,6 +14,7 @@ settings.register_profile("dev", deadline=None, max_examples=50, suppress_health
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the processor's vector units are not tried out with g++
 gc.set_threshold(100_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
 

@@ -20,7 +20,6 @@ AS_USERS_DO = {"aot_inductor.debug_compile": False, "cpp.simdlen": None}
 
 inductor_config.aot_inductor.debug_compile = True
 inductor_config.cpp.simdlen = 1
-inductor_config.cpp.vec_isa_ok = True  # else each process tries out with g++ which vector units there are
 inductor_config.compile_threads = 1
 cpp_builder._get_inductor_debug_symbol_cflags = lambda: ([], [])  # it asks for symbols as well, a quarter of the time
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import nn
 
 import dbuf
 import dbuf.nn
+import kernels
 import models
 from dbuf import tree
 from dbuf.optim import GradientTransformation
@@ -227,7 +227,7 @@ def train(case: Case, shape: tuple[int, ...], placements: Any, steps: int, compi
         tokens = batch(case, i)
         mine = tokens if case.same_batch else models.share(tokens, torch.distributed.get_rank(), mesh.size())
         gathers = models.Gathers()  # no compiled program runs inside a dispatch mode
-        with contextlib.nullcontext() if compiled else gathers:
+        with kernels.graphs_alone() if compiled else gathers:
             params, state, rest, loss, grads = run(params, state, rest, mine)
         if i == 0:
             out["gathers"] = len(gathers.made)

@@ -88,10 +88,10 @@ def run_both(use: Callable[..., Any], kinds: tuple[str, ...], wrap: Callable[...
     eager = make_step(lambda fn: fn)(params, h)
     # No cache: a program from there would not show what a pass that is switched off does.
     step = dbuf.jit(make_step(use, wrap), donate_argnums=0, options={"fx_graph_cache": False})
-    report = step.inspect(params, h)
     places = [buf.local.data_ptr() for buf in params.values()]
     with contextlib.nullcontext() if mesh.size() > 1 else kernels.graphs_alone():
         out = step(params, h)
+    report = step.inspect(out[0], h)
     return eager, out, report, places == [buf.local.data_ptr() for buf in out[0].values()]
 
 

@@ -21,7 +21,7 @@ LAYOUTS = ("row padded", "row unpadded", "block", "tensor")
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Elsewhere compiled programs are run operation by operation, as the graphs that Inductor would make kernels of.
-KERNELS_AT = ((1,), (2,))
+KERNELS_AT = ((2,),)
 
 # Hundreds of cells in one program: the search for fusions is the shorter one.
 OPTIONS = {"max_fusion_buffer_group_pairwise_attempts": 2}
