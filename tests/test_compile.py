@@ -37,6 +37,7 @@ def test_equal_but_distinct_specs_do_not_compile_again() -> None:
     assert double.compiles == 1
 
 
+@pytest.mark.slow
 def test_other_specs_get_programs_of_their_own() -> None:
     """More layouts than Dynamo's limit of 8 recompilations, none of them dynamic."""
     double = dbuf.jit(_double)
@@ -89,6 +90,7 @@ def _train(steps: int, lengths: list[int]) -> tuple[Any, list[float]]:
     return jitted, losses
 
 
+@pytest.mark.slow
 def test_twenty_steps_compile_once() -> None:
     jitted, losses = _train(20, [4])
     assert jitted.compiles == 1

@@ -35,6 +35,7 @@ def _pointers(values: Any) -> list[int]:
     return [leaf.data_ptr() for leaf in tree.leaves(values)]
 
 
+@pytest.mark.slow
 def test_adamw_writes_into_the_donated_memory() -> None:
     """P#195329: an update of a whole buffer makes no second copy of it; without donation it makes three."""
     params, state, grads = _state()

@@ -421,6 +421,7 @@ def _growth(rows: int, width: int) -> float:
     return (peaks[1] - peaks[0]) / 3
 
 
+@pytest.mark.slow
 def test_the_result_of_a_norm_is_computed_again() -> None:
     """A block keeps its input and one number a row; without the rule, what its matrix product read as well."""
     rows, width = 256, 8

@@ -180,6 +180,7 @@ def _reductions() -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
     """The same numbers; the report says what it means."""

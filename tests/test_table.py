@@ -38,7 +38,7 @@ NUM_REFUSED = {  # calls that must be refused, by mode and mesh
     ("compiled", (3,)): 314,
     ("compiled", (4,)): 315,
 }
-QUICK = {("eager", (2,)), ("eager", (3,))}
+QUICK = {("eager", (2,))}
 
 
 @functools.cache

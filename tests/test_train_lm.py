@@ -65,6 +65,7 @@ def _check_run(done: subprocess.CompletedProcess[str], out: Path, ranks: int) ->
     return result
 
 
+@pytest.mark.slow
 def test_eager_in_one_process(tmp_path: Path) -> None:
     done = _train(*TINY, "--eager", f"--out={tmp_path}")
     _check_run(done, tmp_path, ranks=1)

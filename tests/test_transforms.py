@@ -234,6 +234,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_unpack_backward_is_one_concatenation() -> None:
     """64 leaves of 65,536 floats: a slice a leaf would pad 64 gradients to full size and add them up."""
     buf = dbuf.shard({f"w{i}": torch.ones(256, 256) for i in range(64)}, dbuf.init_mesh(("dp",)), RowAtomic())

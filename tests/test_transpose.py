@@ -137,8 +137,8 @@ def check_all(mesh_shape: tuple[int, ...], within: bool) -> dict[str, int]:
     return used
 
 
-MESHES = [(1,), (2,), (3,), pytest.param((4,), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)]
-MESHES += [(1, 2), (2, 1)]
+SLOW = [(4,), (2, 2), (1, 2), (2, 1)]
+MESHES = [(1,), (2,), (3,), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)]
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)

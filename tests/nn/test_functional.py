@@ -40,7 +40,7 @@ def run_all(mesh: str) -> list[dict[str, Any]]:
     return testing.run(_all_cases, shape, placements, world_size=torch.Size(shape).numel())
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow) if m == "2x2 hybrid" else m for m in MESHES])
 def test_eager(mesh: str) -> None:
     """Every way to group, tie, freeze and recompute, with SGD on every other group and AdamW on the rest."""
     results = run_all(mesh)

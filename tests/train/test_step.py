@@ -49,7 +49,7 @@ def _compare(got: dict[str, Any], microbatches: int, clip: float | None = None) 
         testing.assert_close(got[part], expected[part])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_eager(ranks: int) -> None:
     cases = [(n, _meshed(n, shape), m) for n, shape, m in LINES if math.prod(shape) == ranks]
     for of_rank in testing.run(_many, cases, world_size=ranks):
