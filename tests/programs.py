@@ -15,7 +15,7 @@ from torch._inductor.graph import GraphLowering
 _START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.default\((.*)\)$")
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _NEW = re.compile(r"(\w+) = (?:empty_strided_\w+|reinterpret_tensor)\((?:\w+, )?\((.*?)\), ")
-_ASSERT = re.compile(r"assert_size_stride\((\w+), \((.*?)\), ")
+_ASSERT = re.compile(r"assert_(?:size_stride|tensor_metadata)\((\w+), \((.*?)\), ")
 _SAME = re.compile(r"(\w+) = (\w+)(?:;|$)")
 
 

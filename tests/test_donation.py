@@ -214,7 +214,7 @@ def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool
     keeps for the gradient that comes next. Of two reductions on their way there are, on gloo, what is sent and what is
     received.
     """
-    few, many = (4, 8) if padded and overlap else (4, 6)
+    few, many = {(False, True): (4, 6), (True, False): (2, 4), (True, True): (4, 8)}[padded, overlap]
     small, large = (testing.run(_whole_step, layers, padded, overlap, world_size=2)[0] for layers in (few, many))
     assert small["same memory"] and large["same memory"] and (small["padding"] > 0) is padded
     assert all(0 < step["peak"] == step["peak of a run"] for step in (small, large))  # the code was read right

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -102,7 +101,6 @@ def train(
     steps: int,
     *,
     compiled: bool = False,
-    make_kernels: bool = True,
     clip: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def train(
     )
     step = dbuf.jit(step, donate_argnums=0) if compiled else step
     losses, norms = [], []
-    with contextlib.nullcontext() if make_kernels else kernels.graphs_alone():
+    with kernels.graphs_alone():
         for i in range(steps):
             state, metrics = step(state, batch_of(mesh, i))
             losses.append(metrics["loss"])

@@ -23,7 +23,7 @@ from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
 _PARENT_POLL_MS = 1000
 _CASES_PER_SWEEP = 50
-_GARBAGE_THRESHOLDS = (100_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
+_GARBAGE_THRESHOLDS = (1_000_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
 
 def main(connection_fd: int, stack_path: str) -> None:

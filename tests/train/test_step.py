@@ -22,7 +22,7 @@ def _meshed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Compiling all of them takes longer than the rest of the suite: each strategy with both numbers of microbatches, and
-# each world, is here; `make exhaustive` runs the others.
+# each world, is here; `make exhaustive` runs the others, and all of them with kernels.
 COMPILED = {
     ("ddp", (2,), 3),
     ("zero1", (2,), 1),
@@ -33,10 +33,6 @@ COMPILED = {
     ("hsdp", (2, 2), 3),
     ("hfsdp", (2, 2), 1),
 }
-
-
-# The others run operation by operation what Inductor would make kernels of.
-KERNELS = {("zero3", (1,), 1)}
 
 
 def _many(cases: list[tuple[str, tuple[int, ...], int]], **options: Any) -> list[dict[str, Any]]:
@@ -70,7 +66,7 @@ def _marks(case: tuple[str, tuple[int, ...], int]) -> list[Any]:
 )
 def test_compiled(name: str, shape: tuple[int, ...], m: int) -> None:
     shape = _meshed(name, shape)
-    run = functools.partial(training.train, compiled=True, make_kernels=(name, shape, m) in KERNELS)
+    run = functools.partial(training.train, compiled=True)
     for got in testing.run(run, shape, name, m, STEPS, world_size=math.prod(shape)):
         _compare(got, m)
         report = got["report"]
