@@ -158,6 +158,24 @@ def test_aliases_are_refused_at_any_call() -> None:
     jitted(a, b)
 
 
+def _old_and_new() -> list[torch.Tensor]:
+    """A moving average, and the weights that were there before: a gather that nothing but the result reads."""
+    mesh = dbuf.init_mesh(("dp",))
+    average, new = (dbuf.shard({"w": torch.full((8, 4), value)}, mesh, RowAtomic()) for value in (1.0, 2.0))
+
+    def step(average: Any, new: Any) -> Any:
+        weights = dbuf.gathered(lambda p: p["w"])(average)
+        return tree.map(lambda a, b: 0.5 * a + 0.5 * b, average, new), weights
+
+    average, weights = dbuf.jit(step, donate_argnums=0)(average, new)
+    return [average.local, weights]
+
+
+def test_a_gather_that_is_a_result_reads_before_the_update() -> None:
+    for average, weights in testing.run(_old_and_new, world_size=2):
+        assert average.unique().tolist() == [1.5] and weights.unique().tolist() == [1.0]
+
+
 # The whole step.
 
 

@@ -55,6 +55,17 @@ def test_a_step_of_two_blocks_worked_out_by_hand() -> None:
     ]
 
 
+def test_a_wait_may_read_what_its_transfer_was_started_from() -> None:
+    """As Inductor's do. What else reads that waits for nothing: here it needs a collective that comes later."""
+    grads, flag, start, wait = Op("compute", (), (), True), Op("compute", (0,), (0,)), *_transfer()
+    also = Op("reduction", (1, 2), (1,)), Op("wait", (1, 4), (1, 4)), Op("compute", (0, 5), (0, 5))
+    assert order_ops([grads, flag, start, wait, *also]).positions == (0, 1, 2, 4, 3, 5, 6)
+
+
+def _transfer() -> tuple[Op, Op]:
+    return Op("reduction", (0,), (0,)), Op("wait", (0, 2), (0, 2))
+
+
 def test_each_part_can_be_switched_off() -> None:
     still = _names(3, 0, gathers=False, reductions=False)
     at = still.index

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,7 +18,6 @@ __all__ = ["cheap_to_repeat"]
 _aten = torch.ops.aten
 _CHEAP = (_aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default)
 _NEAR = 3  # groups whose second gathers can be under way while the forward still runs
-_SMALL = 8  # how many times smaller a tensor has to be to be kept for this
 
 
 def cheap_to_repeat(graph: Graph) -> set[Node]:
@@ -53,25 +52,25 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
 
 def _steps_from_kept(node: Node) -> set[Node] | None:
     """The cheap nodes from what is kept to a node, itself included; None if something would have to be kept for it."""
-    steps, stack, size = set(), [node], _numel(node)
+    steps, stack, shape = set(), [node], _shape(node)
     while stack:
         step = stack.pop()
         steps.add(step)
-        if _joins(step, size):
+        if _joins(step, shape):
             return None
         for source in step.all_input_nodes:
             if source in steps or source.op == "placeholder" or node_mark(source, GATHER_MARK):
                 continue
-            if (source.target in _CHEAP or keeps_values(source)) and not _joins(source, size):
+            if (source.target in _CHEAP or keeps_values(source)) and not _joins(source, shape):
                 stack.append(source)
-            elif not (_numel(source) * _SMALL <= size or any(map(node_is_backward, _readers(source)))):
+            elif not (_is_small(source, shape) or any(map(node_is_backward, _readers(source)))):
                 return None
     return steps
 
 
-def _joins(node: Node, size: int) -> bool:
+def _joins(node: Node, shape: tuple[Any, ...]) -> bool:
     """Whether a node adds two large tensors: a residual, which is kept for the backward of what follows."""
-    large = {source for source in node.all_input_nodes if _numel(source) * _SMALL > size}
+    large = {source for source in node.all_input_nodes if not _is_small(source, shape)}
     return node.target is not _aten.mul.Tensor and len(large) > 1
 
 
@@ -86,9 +85,13 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _numel(node: Node) -> int:
+def _is_small(node: Node, shape: tuple[Any, ...]) -> bool:
+    """Whether a tensor is broadcast to `shape`. By its dimensions alone: batches may be of other sizes elsewhere."""
+    own = _shape(node)
+    return len(own) < len(shape) or any(n == 1 != m for n, m in zip(own, shape, strict=False))
+
+
+def _shape(node: Node) -> tuple[Any, ...]:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
-    return math.prod(size or 1 for size in sizes)
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return tuple(size if isinstance(size, int) else size.node.hint for size in sizes)

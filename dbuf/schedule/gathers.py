@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from dbuf.collectives import GATHER_MARK, is_collective
@@ -15,7 +16,8 @@ def sink_gathers(graph: Graph) -> int:
     """Move every gather of `gathered`, and the views of it, in front of the first computation that reads it.
 
     Inductor's pattern passes sort the graph anew and leave nodes that need nothing but inputs, gathers above all,
-    as early as they can stand; each weight would then live from the start of the step.
+    as early as they can stand; each weight would then live from the start of the step. Nothing moves behind the first
+    write into an input: a gather reads what is donated before the result is written there.
 
     Args:
         graph: A flat graph, changed in place.
@@ -25,10 +27,11 @@ def sink_gathers(graph: Graph) -> int:
     """
     gathers = parts_of_gathers(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default][:1]
     reader: dict[Node, Node] = {}
     for node in reversed(list(graph.nodes)):
         if node in gathers and node.users:
-            reader[node] = min((reader.get(user, user) for user in node.users), key=order.__getitem__)
+            reader[node] = min([reader.get(user, user) for user in node.users] + writes, key=order.__getitem__)
     for node in sorted(reader, key=order.__getitem__):
         reader[node].prepend(node)
     return len(gathers)

@@ -61,9 +61,10 @@ class _Run:
 
     def __init__(self, ops: Sequence[ScheduledOp], limit: int, gathers: bool, reductions: bool) -> None:
         self.ops, self.limit, self.gathers, self.reductions = ops, limit, gathers, reductions
-        self.wait_of = {r: i for i, op in enumerate(ops) if op.kind == "wait" for r in op.reads}
-        self.needs = [self._all_needs(i) for i in range(len(ops))]
         self.chain = [i for i, op in enumerate(ops) if op.kind in ("gather", "reduction")]
+        starts = set(self.chain)  # a wait may also read what its transfer was started from
+        self.wait_of = {r: i for i, op in enumerate(ops) if op.kind == "wait" for r in op.reads if r in starts}
+        self.needs = [self._all_needs(i) for i in range(len(ops))]
         self.readers = self._readers_of_gathers()
         self.done = [False] * len(ops)
         self.out: list[int] = []
@@ -84,10 +85,8 @@ class _Run:
         readers: dict[int, set[int]] = {i: set() for i in self.chain if self.ops[i].kind == "gather"}
         for i, op in enumerate(self.ops):
             for source in op.reads:
-                start = (
-                    self.ops[source].reads[0] if self.ops[source].kind == "wait" and self.ops[source].reads else source
-                )
-                if start in readers:
+                waited_for = self.ops[source].reads if self.ops[source].kind == "wait" else (source,)
+                for start in readers.keys() & set(waited_for):
                     readers[start].add(i)
         return readers
 
