@@ -192,6 +192,30 @@ def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
             testing.assert_bitwise(x, y)  # and dtypes: a sum of integers is no int64
 
 
+def _clipped() -> int:
+    """The most full-size buffers of an exchange alive at once, in a step that needs all gradients for their norm."""
+    mesh, width = dbuf.init_mesh(("dp",)), 32
+    params = {str(k): dbuf.shard({"w": torch.randn(width, width)}, mesh, RowAtomic()) for k in range(6)}
+
+    def loss_fn(params: Any, h: torch.Tensor) -> torch.Tensor:
+        for group in params.values():
+            h = dbuf.gathered(lambda p, h: torch.tanh(h @ p["w"]))(group, h)
+        return h.square().mean()
+
+    def step(params: Any, h: torch.Tensor) -> Any:
+        grads = dbuf.grad(loss_fn)(params, h)
+        scale = (1 / (dbuf.global_norm(grads) + 1e-6)).clamp(max=1.0)
+        return dbuf.tree.map(lambda p, g: p - scale * g, params, grads)
+
+    held = models.memory_of(programs.code_of(dbuf.jit(step, donate_argnums=0), params, torch.randn(4, width)))
+    return max(sum(kind.startswith("all_to_all") for kind, _ in now.values()) for now in held)
+
+
+@pytest.mark.slow
+def test_gradients_that_wait_for_their_norm_are_shards() -> None:
+    assert testing.run(_clipped, world_size=2) == [3, 3]
+
+
 def test_a_bound_is_a_positive_count() -> None:
     with pytest.raises(DbufError, match="groups_in_flight"):
         Overlap(groups_in_flight=0)

@@ -43,6 +43,8 @@ def exchange_on_gloo(graph: Graph) -> int:
                 by_rank = insert_call(graph, wait.meta, aten.view.default, received, [ranks, each[0]])
                 # A sum of integers would be int64 otherwise.
                 total = insert_call(graph, wait.meta, aten.sum.dim_IntList, by_rank, [0], dtype=result.dtype)
+                if len(wait.users) > 1:  # else Inductor sums again in each, and keeps what all ranks sent until then
+                    total = insert_call(graph, wait.meta, aten.as_strided.default, total, [each[0]], [1])
             wait.replace_all_uses_with(total)
             graph.erase_node(wait)
         graph.erase_node(node)
