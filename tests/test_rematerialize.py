@@ -429,3 +429,27 @@ def test_the_result_of_a_norm_is_computed_again() -> None:
     assert _growth(rows, width) <= 1.3 * kept
     with mock.patch("dbuf.schedule.repeat.cheap_to_repeat", lambda graph: set()):
         assert _growth(rows, width) >= 2 * kept
+
+
+def _sequences(rows: tuple[int, ...]) -> list[Any]:
+    """The collectives of a step, batch by batch: a group of a bias alone stands between groups of products."""
+    shapes = {"a": (8, 8), "b": (8,), "c": (8, 8), "d": (8, 8), "e": (8, 8)}
+    groups = {name: {"w": torch.ones(shape)} for name, shape in shapes.items()}
+    params = shard_groups(groups, dbuf.init_mesh(("dp",)), RowAtomic())
+
+    def block(p: Tensors, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(h @ p["w"]) if p["w"].ndim > 1 else torch.sin(h + p["w"])
+
+    def loss_fn(params: Any, h: torch.Tensor) -> torch.Tensor:
+        for group in params.values():
+            h = dbuf.gathered(block)(group, h)
+        return h.square().mean()
+
+    return [dbuf.inspect(dbuf.grad(loss_fn), params, torch.ones(n, 8)).sequence for n in rows]
+
+
+@pytest.mark.slow
+def test_what_is_gathered_again_does_not_depend_on_the_batch() -> None:
+    """Ranks may have batches of other sizes: of one, seven or many rows they issue the same collectives."""
+    for first, *others in testing.run(_sequences, (64, 8, 7, 1), world_size=2):
+        assert [other == first for other in others] == [True] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def train(
     )
     step = dbuf.jit(step, donate_argnums=0) if compiled else step
     losses, norms = [], []
-    with kernels.graphs_alone():
+    with kernels.graphs_alone() if compiled else contextlib.nullcontext():
         for i in range(steps):
             state, metrics = step(state, batch_of(mesh, i))
             losses.append(metrics["loss"])

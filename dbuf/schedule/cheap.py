@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -68,9 +68,14 @@ def _steps_from_kept(node: Node) -> set[Node] | None:
     return steps
 
 
-def _joins(node: Node, shape: tuple[Any, ...]) -> bool:
-    """Whether a node adds two large tensors: a residual, which is kept for the backward of what follows."""
-    large = {source for source in node.all_input_nodes if not _is_small(source, shape)}
+def _joins(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether a node adds two large tensors: a residual, which is kept for the backward of what follows.
+
+    Ranks may have batches of other sizes and must all say the same, so weights never count, nor does how much smaller
+    a tensor is.
+    """
+    sources = [source for source in node.all_input_nodes if not node_mark(source, GATHER_MARK)]
+    large = {source for source in sources if not _is_small(source, shape)}
     return node.target is not _aten.mul.Tensor and len(large) > 1
 
 
@@ -85,13 +90,14 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _is_small(node: Node, shape: tuple[Any, ...]) -> bool:
-    """Whether a tensor is broadcast to `shape`. By its dimensions alone: batches may be of other sizes elsewhere."""
+def _is_small(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is broadcast to `shape`. A view of other dimensions with as many elements is not."""
     own = _shape(node)
-    return len(own) < len(shape) or any(n == 1 != m for n, m in zip(own, shape, strict=False))
+    fits = len(own) <= len(shape) and all(n in (1, m) for n, m in zip(reversed(own), reversed(shape), strict=False))
+    return fits and math.prod(own) < math.prod(shape)
 
 
-def _shape(node: Node) -> tuple[Any, ...]:
+def _shape(node: Node) -> tuple[int, ...]:
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return tuple(size if isinstance(size, int) else size.node.hint for size in sizes)
+    return tuple((size if isinstance(size, int) else size.node.hint) or 1 for size in sizes)

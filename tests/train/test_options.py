@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -66,7 +67,7 @@ def _skip(name: str, compiled: bool) -> Any:
     step: Any = make_train_step(loss_fn, optimizer, strategy, skip_nonfinite=True)
     step = dbuf.jit(step) if compiled else step
     states, skipped = [state], []
-    with kernels.graphs_alone():
+    with kernels.graphs_alone() if compiled else contextlib.nullcontext():
         for i in range(4):
             factor = torch.tensor(math.nan if i == 2 and dist.get_rank() == 1 else 1.0)
             state, metrics = step(state, {"tokens": training.batch_of(mesh, i), "factor": factor})
