@@ -112,18 +112,19 @@ def run_until_interrupted(main: Callable[[], None]) -> None:
     torchrun passes the signal on, so every process gets it, some of them twice and some inside a collective
     whose other side is gone already. Whatever error that raises there is the same interruption.
     """
-    interrupted = False
+    running, interrupted = True, False
 
     def on_interrupt(*_: object) -> None:
         nonlocal interrupted
-        if not interrupted:
-            interrupted = True
+        first, interrupted = not interrupted, True
+        if first and running:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         main()
     except BaseException:
+        running = False
         time.sleep(0.2)  # a signal that came during a collective is handled only now, after what the collective raised
         if not interrupted:
             raise

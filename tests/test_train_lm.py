@@ -33,6 +33,18 @@ KEYS = {
 }
 
 
+LOSES_ITS_PEERS_THEN_IS_INTERRUPTED = """
+import os, signal, threading
+from _report import run_until_interrupted
+
+def main():
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    raise RuntimeError("Connection closed by peer")
+
+run_until_interrupted(main)
+"""
+
+
 def _command(ranks: int) -> list[str]:
     if ranks == 1:
         return [sys.executable, SCRIPT]
@@ -171,3 +183,10 @@ def test_ctrl_c_ends_at_once_with_one_line(ranks: int, tmp_path: Path) -> None:
     assert process.returncode != 0
     assert "train_lm.py" not in re.sub("(?m)^.*examples/train_lm.py FAILED$", "", err)  # no frames of ours
     assert ranks > 1 or process.returncode == 130
+
+
+def test_ctrl_c_that_comes_after_what_it_did_to_another_rank() -> None:
+    command = [sys.executable, "-c", LOSES_ITS_PEERS_THEN_IS_INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT / "examples", check=False)
+    assert done.stderr == "\ntrain_lm: interrupted, nothing saved\n"
+    assert done.returncode == 130
