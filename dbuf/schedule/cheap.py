@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dbuf.collectives import GATHER_MARK, is_collective
-from dbuf.compat import node_is_backward, node_mark
+from dbuf.compat import node_is_backward, node_is_recomputed, node_mark
 from dbuf.schedule.values import keeps_values
 
 __all__ = ["cheap_to_repeat"]
@@ -26,8 +26,8 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
     Above all the results of norms: their backward keeps the input, from which a scale and a shift lead to what the
     product after the norm has read. torch's partitioner would find them; one joint graph has none. Nothing is repeated
     for the last groups before the backward: it is kept for a moment only, and Inductor would fuse both copies, and wait
-    for the second gather in the forward. Nor is what another group reads: its backward would need the weights of this
-    one, earlier than its own backward does.
+    for the second gather in the forward. Nor is what another group reads or has computed a part of: a backward would need
+    the weights of two groups. Nor is what `remat` repeats, or keeps, by its own rule.
 
     Args:
         graph: A flat graph, forward and backward, after `sink_gathers`; nothing is changed.
@@ -39,19 +39,23 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
     gathers = [i for node, i in order.items() if node_mark(node, GATHER_MARK) and is_collective(node.target)]
     found: set[Node] = set()
     for node in graph.nodes:
-        if node.target not in _CHEAP or node_is_backward(node):
+        if node.target not in _CHEAP or node_is_backward(node) or node_is_recomputed(node):
             continue
         own = bisect(gathers, order[node])
         group_of = {user: bisect(gathers, order[user]) for user in _readers(node)}
         forward = [group for user, group in group_of.items() if not node_is_backward(user)]
         backward = [group for user, group in group_of.items() if node_is_backward(user)]
         if backward and all(group == own for group in forward) and (not gathers or own + _NEAR <= min(backward)):
-            found |= _steps_from_kept(node) or set()
+            found |= _steps_from_kept(node, gathers, order) or set()
     return found
 
 
-def _steps_from_kept(node: Node) -> set[Node] | None:
-    """The cheap nodes from what is kept to a node, itself included; None if something would have to be kept for it."""
+def _steps_from_kept(node: Node, gathers: list[int], order: dict[Node, int]) -> set[Node] | None:
+    """The cheap nodes from what is kept to a node, itself included; None if something would have to be kept for it.
+
+    They are of the node's own group: between them and the node no weights are gathered.
+    """
+    own = bisect(gathers, order[node])
     steps, stack, shape = set(), [node], _shape(node)
     while stack:
         step = stack.pop()
@@ -61,7 +65,9 @@ def _steps_from_kept(node: Node) -> set[Node] | None:
         for source in step.all_input_nodes:
             if source in steps or source.op == "placeholder" or node_mark(source, GATHER_MARK):
                 continue
-            if (source.target in _CHEAP or keeps_values(source)) and not _joins(source, shape):
+            step_on = source.target in _CHEAP or keeps_values(source)
+            inside = bisect(gathers, order[source]) == own and not node_is_recomputed(source)
+            if step_on and inside and not _joins(source, shape):
                 stack.append(source)
             elif not (_is_small(source, shape) or any(map(node_is_backward, _readers(source)))):
                 return None
