@@ -13,8 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._inductor import compile_fx, cpp_builder
 from torch._inductor import config as inductor_config
-from torch._inductor import cpp_builder
 
 AS_USERS_DO = {"aot_inductor.debug_compile": False, "cpp.simdlen": None}
 
@@ -35,9 +36,6 @@ def graphs_alone() -> Iterator[None]:
     if os.environ.get("DBUF_TEST_KERNELS"):
         yield
         return
-
-    from functorch.compile import make_boxed_func  # late: these take a second to import
-    from torch._inductor import compile_fx
 
     def run(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
         return make_boxed_func(gm)

@@ -243,6 +243,32 @@ def test_shutdown_ends_the_processes_and_the_next_run_starts_others() -> None:
     assert set(testing.run(os.getpid, world_size=2)).isdisjoint(before)
 
 
+@pytest.mark.slow
+def test_ranks_are_forked_from_one_process_and_outlive_it() -> None:
+    testing.shutdown()
+    before = testing.run(os.getpid, world_size=2)
+    (template,) = set(testing.run(os.getppid, world_size=2))
+    assert template != os.getpid()
+    os.kill(template, signal.SIGKILL)
+    while _is_running(template):
+        time.sleep(0.01)
+    assert testing.run(_sum_over_ranks, 0.0, world_size=3) == [3.0, 3.0, 3.0]  # the third comes from another process
+    with pytest.raises(testing.WorkerError, match="last words"):
+        testing.run(_die, "exit", world_size=2)
+    assert not any(_is_running(pid) for pid in before)
+
+
+@pytest.mark.slow
+def test_a_pool_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    testing.shutdown()
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('no torch today')")
+    with monkeypatch.context() as patched:
+        patched.syspath_prepend(tmp_path)
+        with pytest.raises(testing.WorkerError, match=r"(?s)the workers is gone.*no torch today"):
+            testing.run(os.getpid, world_size=2)
+    assert testing.run(_sum_over_ranks, 0.0, world_size=2) == [1.0, 1.0]
+
+
 # --- scripts ----------------------------------------------------------------------------------------------
 
 SCRIPT = """

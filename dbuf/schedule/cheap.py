@@ -26,8 +26,8 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
     Above all the results of norms: their backward keeps the input, from which a scale and a shift lead to what the
     product after the norm has read. torch's partitioner would find them; one joint graph has none. Nothing is repeated
     for the last groups before the backward: it is kept for a moment only, and Inductor would fuse both copies, and wait
-    for the second gather in the forward. Nor is what another group reads or has computed a part of: a backward would need
-    the weights of two groups. Nor is what `remat` repeats, or keeps, by its own rule.
+    for the second gather in the forward. Nor is what another group reads, or has computed a part of: a backward would
+    need the weights of two groups. Nor is what `remat` repeats, or keeps, by its own rule.
 
     Args:
         graph: A flat graph, forward and backward, after `sink_gathers`; nothing is changed.

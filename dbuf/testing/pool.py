@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TypeVar
 
 from dbuf.errors import DbufError, require_positive
-from dbuf.testing.process import Worker
+from dbuf.testing.process import START_TIMEOUT_S, Template, Worker
 from dbuf.testing.protocol import (
     Answer,
     Case,
@@ -28,7 +29,6 @@ from dbuf.testing.sending import Sender, import_path
 
 T = TypeVar("T")
 
-_START_TIMEOUT_S = 180.0
 _LEAVE_TIMEOUT_S = 20.0
 _GRACE_S = 5.0  # after one rank failed: the others may still report, or hang in a collective
 _POLL_S = 0.25
@@ -38,8 +38,9 @@ _CASES_PER_GROUP = 16  # then a fresh default group, which ends the sub-groups o
 def run(fn: Callable[..., T], *args: object, world_size: int = 4, timeout_s: float = 120.0) -> list[T]:
     """Run `fn(*args)` on `world_size` gloo ranks and return what each rank returned.
 
-    The ranks are processes of one pool, started at the first call, grown when a bigger world is asked for,
-    used again by every later call and ended when the interpreter exits. Inside `fn` the default process group
+    The ranks are processes of one pool, forked at the first call from a process that has imported torch for all of
+    them, grown when a bigger world is asked for, used again by every later call and ended when the interpreter exits;
+    they see the environment as it was at the first call. Inside `fn` the default process group
     has exactly `world_size` ranks, `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are set, torch uses one thread and
     its random seed is 0. Nothing made from a process group (a mesh, a buffer) may be kept for a later call.
 
@@ -96,6 +97,7 @@ class Pool:
     def __init__(self) -> None:
         """Start nothing yet."""
         self._lock = threading.Lock()
+        self._template: Template | None = None
         self._workers: list[Worker] = []
         self._folder = ""
         self._sender = Sender()
@@ -135,15 +137,24 @@ class Pool:
                 pass  # a worker is gone already; the rest is ended below
             finally:
                 self._kill()
+                self._end_template()
 
     def _grow(self, world_size: int) -> None:
-        """Start workers until there are `world_size`, all at once."""
+        """Start workers until there are `world_size`."""
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="dbuf-testing-")
+        if self._template is not None and self._template.has_exited():
+            self._end_template()
+        if self._template is None:
+            self._template = Template()
         new = range(len(self._workers), world_size)
-        for index in new:
-            self._workers.append(Worker.start(index, self._folder))
-        _collect(self._workers[new.start : world_size], _START_TIMEOUT_S, "starting the workers")
+        try:
+            for index in new:
+                self._workers.append(Worker.start(index, self._template, Path(self._folder)))
+        except WorkerError:
+            self._end_template()
+            raise
+        _collect(self._workers[new.start : world_size], START_TIMEOUT_S, "starting the workers")
 
     def _regroup(self, world_size: int) -> None:
         """Drop the default group when it does not fit the next case; its ranks make a new one on entry."""
@@ -186,6 +197,11 @@ class Pool:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
+
+    def _end_template(self) -> None:
+        if self._template is not None:
+            self._template.kill()
+            self._template = None
 
 
 def _collect(workers: Sequence[Worker], timeout_s: float, what: str) -> list[Answer]:

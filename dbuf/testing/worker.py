@@ -1,4 +1,4 @@
-"""One process of the pool, `python -m dbuf.testing.worker`: it waits for cases and plays a rank in each."""
+"""One process of the pool: it waits for cases and plays a rank in each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
-_PARENT_POLL_MS = 1000
 _CASES_PER_SWEEP = 50
 _GARBAGE_THRESHOLDS = (1_000_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
@@ -37,7 +36,7 @@ def main(connection_fd: int, stack_path: str) -> None:
     stacks = open(stack_path, "wb", buffering=0)  # open as long as the process lives
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(target=_watch_parent, args=(connection_fd, os.getppid(), stack_path), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(connection_fd, stack_path), daemon=True).start()
     torch.set_num_threads(1)
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
     load_cloudpickle()
@@ -45,17 +44,13 @@ def main(connection_fd: int, stack_path: str) -> None:
     with Connection(connection_fd) as connection:
         connection.send(Answer(True, b""))
         _serve(connection)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # no static destructors: a library thread still alive would end in `terminate called`
 
 
-def _watch_parent(connection_fd: int, parent: int, stack_path: str) -> None:
+def _watch_parent(connection_fd: int, stack_path: str) -> None:
     """Leave at once when the parent is gone, whatever the main thread is doing."""
     poller = select.poll()
     poller.register(connection_fd, 0)  # a hang-up is reported without being asked for
-    while not poller.poll(_PARENT_POLL_MS) and os.getppid() == parent:
-        pass
+    poller.poll()
     shutil.rmtree(os.path.dirname(stack_path), ignore_errors=True)  # the pool's folder: nobody else is left to
     os._exit(1)
 
@@ -137,7 +132,3 @@ def _tidy(sweep: bool) -> None:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
