@@ -28,7 +28,7 @@ __all__ = ["DBuffer", "buffers", "cast", "is_buffer", "merge", "pack", "select",
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DBuffer:
+class DBuffer(trees.Node):
     """A group of tensors as one flat tensor a rank, and how it is spread over a mesh.
 
     A pytree node for torch and optree whose one leaf is `local`: `tree_map(torch.add, a, b)` adds two buffers, and

@@ -210,25 +210,27 @@ def _move_all(
     where: str = "",
 ) -> Any:
     where = where or f"dbuf.{function}"
-    leaves, treespec = trees.flatten(bufs, is_leaf=is_buffer)
-    require_buffers(bufs, where)
+    given = require_buffers(bufs, where)
     if placements is None and default is not None:
-        wanted: list[Any] = [None if buf is None else default(buf.spec) for buf in leaves]
+        wanted: list[Any] = [default(buf.spec) for buf in given]
     else:
-        wanted = trees.broadcast_prefix(
-            placements, bufs, is_prefix_leaf=_is_placement_spec, is_leaf=is_buffer, where=where
-        )
+        wanted = _broadcast(placements, bufs, where)
     planned = []
-    for i, (buf, spec) in enumerate(zip(leaves, wanted, strict=True)):
-        if buf is None:
-            continue
-        target = _target(buf, spec, layout, _Place(where, bufs, i))
-        steps = _route(buf, target, function, _Place(where, bufs, i))
+    for i, buf in enumerate(given):
+        place = _Place(where, bufs, i)
+        target = _target(buf, wanted[i], layout, place)
+        steps = _route(buf, target, function, place)
         if not buf.local.is_floating_point() and any([step[0] == "scale" for step in steps]):
             _refuse_average_of_integers(buf, where)
         planned.append((buf, target, steps))
     moved = iter(_run(planned, function, dtype, grad_dtype, again))
-    return trees.unflatten([None if buf is None else next(moved) for buf in leaves], treespec)
+    return trees.map(lambda buf: buf if buf is None else next(moved), bufs, is_leaf=is_buffer)
+
+
+def _broadcast(placements: Any, bufs: Any, where: str) -> list[Any]:
+    """The placements wanted of each buffer."""
+    wanted = trees.broadcast_prefix(placements, bufs, is_prefix_leaf=_is_placement_spec, is_leaf=is_buffer, where=where)
+    return [spec for spec, leaf in zip(wanted, trees.leaves(bufs, is_leaf=is_buffer), strict=True) if leaf is not None]
 
 
 def _run(
@@ -293,7 +295,8 @@ class _Place:
         try:
             return fn(self.where)
         except DbufError as error:
-            path = trees.flatten_with_paths(self.bufs, is_leaf=is_buffer)[0][self.index][0]
+            named = trees.flatten_with_paths(self.bufs, is_leaf=is_buffer)[0]
+            path = [path for path, buf in named if buf is not None][self.index]
             if not path:
                 raise
             raise type(error)(str(error).replace(f"{self.where}:", f"{self.where}: bufs{path}", 1)) from None

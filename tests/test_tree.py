@@ -186,6 +186,37 @@ def test_both_libraries_see_the_same_leaves_in_the_same_places() -> None:
     assert hash(spec) == hash(optree.tree_structure(tree))
 
 
+@pytest.mark.slow
+def test_map_and_leaves_are_those_of_pytree_in_a_trace_too() -> None:
+    buf, other = shard({"w": torch.ones(2, 3)}), shard({"v": torch.ones(6)})
+    inside = DBuffer((torch.ones(1), {"x": torch.zeros(2)}), buf.spec)  # as some transforms do
+    tree = {**NESTED, "buf": buf, "inside": inside, "number": 3}
+
+    def at_buffers(node: Any) -> bool:
+        return isinstance(node, DBuffer)
+
+    def both(tree: Any, more: Any) -> Any:
+        def add(a: Any, b: Any) -> Any:
+            return a + b if isinstance(a, torch.Tensor) else a
+
+        return (
+            trees.map(add, tree, more),
+            trees.map(lambda node: node.local if at_buffers(node) else node, tree, is_leaf=at_buffers),
+            trees.leaves(tree),
+            trees.leaves(tree, is_leaf=at_buffers),
+        )
+
+    more = _pytree.tree_map(lambda x: x + 1 if isinstance(x, torch.Tensor) else x, tree)
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    assert_bitwise(compiled(tree, more), both(tree, more))
+    mapped, leaves = both(tree, more)[0], both(tree, more)[2]
+    assert_bitwise(leaves, _pytree.tree_leaves(tree))
+    assert mapped["buf"].spec == buf.spec and mapped["inside"].local[1]["x"].sum() == 2
+    for wrong in ({"b": other}, {"b": buf.local}, {"c": buf}):
+        with pytest.raises(Exception, match=r"(?i)mismatch|expected"):
+            torch.compile(lambda a, b: trees.map(torch.add, a, b), fullgraph=True, backend="eager")({"b": buf}, wrong)
+
+
 def test_map_with_path_and_fill() -> None:
     assert trees.map_with_path(lambda path, x, y: (path, x + y), {"b": 1}, {"b": 2}) == {"b": ("['b']", 3)}
     spec = trees.structure({"b": [0, 0], "a": 0})

@@ -98,14 +98,12 @@ def resting_weights(main: Any, strategy: Strategies, compute_dtype: torch.dtype 
     wanted = trees.broadcast_prefix(
         strategy, main, is_prefix_leaf=is_strategy, is_leaf=is_buffer, where="dbuf.train: strategy"
     )
-    bufs, treespec = trees.flatten(main, is_leaf=is_buffer)
+    bufs = trees.leaves(main, is_leaf=is_buffer)
     apart = [i for i, one in enumerate(wanted) if bufs[i] is not None and one.keeps_weights_apart()]
     low = [bufs[i] if compute_dtype is None else cast(bufs[i], compute_dtype) for i in apart]
-    moved = redistribute(low, [wanted[i].params for i in apart]) if apart else []
-    out: list[Any] = [None] * len(bufs)
-    for i, buf in zip(apart, moved, strict=True):
-        out[i] = buf
-    return trees.unflatten(out, treespec)
+    moved = dict(zip(apart, redistribute(low, [wanted[i].params for i in apart]) if apart else [], strict=True))
+    each = iter([moved.get(i) for i in range(len(bufs))])
+    return trees.map(lambda _: next(each), main, is_leaf=is_buffer)
 
 
 def of_each(strategy: Strategies, field: str) -> Any:
