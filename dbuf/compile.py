@@ -16,7 +16,7 @@ from dbuf import mesh as meshes
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers
 from dbuf.creation import check
-from dbuf.donation import check_donation, check_memory, write_back
+from dbuf.donation import check_donation, check_memory, find_views, forms_of_donated, write_back
 from dbuf.errors import DbufError, explain
 from dbuf.inspection import Report, read_graph
 from dbuf.schedule import Overlap
@@ -158,22 +158,30 @@ class Jitted(Generic[P, R]):
         return dataclasses.replace(report, compiles=self.compiles)
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
-        key = trees.signature((args, kwargs))
+        key = (trees.signature((args, kwargs)), forms_of_donated(args, self.donate_argnums))
         program = self._programs.get(key)
         if program is None:
             check(
                 {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs},
                 f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})",
             )
-            self._try_out(args, kwargs)
-            program = _Program(self.fn, self.donate_argnums, self._overlap, self._dynamic, self._options, args, kwargs)
+            views = self._try_out(args, kwargs)
+
+            def fn(*args: Any, **kwargs: Any) -> Any:
+                return write_back(args, self.fn(*args, **kwargs), self.donate_argnums, views)
+
+            program = _Program(fn, self._overlap, self._dynamic, self._options, _axes(buffers((args, kwargs))))
             self._programs[key] = program
         return program
 
-    def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let mistakes show before anything is traced: those of `fn`, and results that do not pair."""
+    def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """Let mistakes show before anything is traced: those of `fn`, and results that do not pair.
+
+        Returns:
+            The results that look at donated memory, see `find_views`.
+        """
         try:
-            out = run_on_fakes(self.fn, args, kwargs)
+            fakes, out = run_on_fakes(self.fn, args, kwargs)
         except compat.NeedsRealTensors as error:
             if self.donate_argnums:
                 raise DbufError(
@@ -185,18 +193,23 @@ class Jitted(Generic[P, R]):
                         fix="torch.where or masks in place of .item() and boolean indexing, or no donate_argnums",
                     )
                 ) from error
-            return
+            return ()
         check_donation(args, out, self.donate_argnums)
+        return find_views(fakes, out, self.donate_argnums)
 
 
-def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function on tensors without memory: its errors come out as they are, its result has shapes and dtypes."""
+def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Run a function on tensors without memory: its errors come out as they are, its result has shapes and dtypes.
+
+    Returns:
+        The positional arguments that it got, and its result.
+    """
     # A jit function in `fn` would hand tensors without memory to its program.
     with disable_jit(), compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = trees.map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
-        return fn(*fake_args, **fake_kwargs)
+        return fake_args, fn(*fake_args, **fake_kwargs)
 
 
 class _Captured(Exception):
@@ -208,13 +221,11 @@ class _Program:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        donate_argnums: tuple[int, ...],
+        program: Callable[..., Any],
         overlap: Overlap,
         dynamic: bool | None,
         options: dict[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        axis_of_group: dict[str, str],
     ) -> None:
         self.compiles = 0
         # A program from Inductor's cache has been ordered already, and could report nothing.
@@ -222,11 +233,7 @@ class _Program:
         self._overlap = overlap
         self._dynamic = dynamic
         self._report: Report | None = None
-        self._axis_of_group = _axes(buffers((args, kwargs)))
-
-        def program(*args: Any, **kwargs: Any) -> Any:
-            return write_back(args, fn(*args, **kwargs), donate_argnums)
-
+        self._axis_of_group = axis_of_group
         self._program = program
         self.run = compat.compile_program(program, dynamic=dynamic, backend=self._backend)
 

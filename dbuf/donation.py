@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,15 +11,16 @@ import torch
 from dbuf import tree as trees
 from dbuf.errors import DbufError, TreeError, explain
 
-__all__ = ["check_donation", "check_memory", "write_back"]
+__all__ = ["check_donation", "check_memory", "find_views", "forms_of_donated", "write_back"]
 
 _WHERE = "dbuf.jit"
 
 
-def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> Any:
+def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...], views: tuple[int, ...]) -> Any:
     """`out` with each paired part written into, and replaced by, the donated argument; runs inside the trace.
 
-    Inductor turns a trailing copy into the old tensor into a kernel that writes there in the first place.
+    Inductor turns a trailing copy into the old tensor into a kernel that writes there in the first place. The further
+    results that are `views` of donated memory, see `find_views`, are copied before.
     """
     if not donate_argnums:
         return out
@@ -32,6 +34,10 @@ def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...])
     # All results are taken before any is written: one may be another donated argument, or a view of it. Inductor
     # drops the clone of anything else.
     taken = [new.clone() for _, new in pairs]
+    if views:
+        further, treespec = trees.flatten(parts[len(donate_argnums) :])
+        further = [x.clone() if i in views else x for i, x in enumerate(further)]
+        parts[len(donate_argnums) :] = trees.unflatten(further, treespec)
     for (old, _), new in zip(pairs, taken, strict=True):
         old.copy_(new)
     for k, i in enumerate(donate_argnums):
@@ -79,6 +85,33 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
             fix="dbuf.tree.map(torch.Tensor.detach, params) before the first step",
         )
     check_memory(args, donate_argnums)
+
+
+def find_views(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> tuple[int, ...]:
+    """The further results that are donated tensors, or views of them, which are about to hold the new values.
+
+    Args:
+        args: The arguments that the function was called with; fake tensors will do.
+        out: What it returned for them.
+        donate_argnums: Which arguments are donated.
+
+    Returns:
+        Their numbers among the leaves of the results that pair with no argument.
+    """
+    parts = list(out) if isinstance(out, tuple | list) else [out]
+    donated = {_storage(x) for i in donate_argnums for x in trees.leaves(args[i]) if isinstance(x, torch.Tensor)}
+    further = enumerate(trees.leaves(parts[len(donate_argnums) :]))
+    return tuple([i for i, x in further if isinstance(x, torch.Tensor) and _storage(x) in donated])
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def forms_of_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> tuple[Hashable, ...]:
+    """Dtypes and shapes of what is donated: a program is checked for these, and writes results like these."""
+    donated = [x for i in donate_argnums if i < len(args) for x in trees.leaves(args[i])]
+    return tuple([(x.dtype, x.shape) for x in donated if isinstance(x, torch.Tensor)])
 
 
 def _first_difference(old: Any, new: Any) -> tuple[str, str] | None:

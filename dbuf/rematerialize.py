@@ -93,6 +93,8 @@ class _Note:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    conj: bool
 
 
 class _Notes:
@@ -114,10 +116,11 @@ class _Notes:
     def pack(self, saved: torch.Tensor) -> torch.Tensor | _Note:
         """A note for a view of a gathered weight; anything else is saved as it is."""
         index = self._index_of.get(_storage(saved))
-        if index is None:
+        if index is None or saved.is_neg():
             return saved
         self._packed[index] += 1
-        return _Note(index, tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset()))
+        size, stride, offset = tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset())
+        return _Note(index, size, stride, offset, saved.dtype, saved.is_conj())
 
     def unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
         """The view, from a weight gathered again: once a buffer, and dropped after its last use."""
@@ -133,7 +136,10 @@ class _Notes:
         if self._unpacked[i] == self._packed[i]:
             self._again[i] = None
             self._unpacked[i] = 0
-        return again.as_strided(saved.size, saved.stride, saved.offset)
+        # Complex views of real weights have another dtype than the buffer, and count in their own elements.
+        view = again.new_empty(0, dtype=saved.dtype)
+        view.set_(again.untyped_storage(), saved.offset, saved.size, saved.stride)
+        return view.conj() if saved.conj else view
 
 
 def _storage(tensor: torch.Tensor) -> int:

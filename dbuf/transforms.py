@@ -76,6 +76,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def with_grads(*args: Any, **kwargs: Any) -> Any:
+        _check_argnums(positions, len(args))
         chosen = [args[i] for i in positions]
         _check_differentiable(chosen)
         inputs = [buf for arg in chosen for buf in buffers(arg)]
@@ -124,6 +125,20 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return only_grads
+
+
+def _check_argnums(positions: tuple[int, ...], count: int) -> None:
+    if len(set(positions)) == len(positions) and all([0 <= i < count for i in positions]):
+        return
+    raise DbufError(
+        explain(
+            "dbuf.value_and_grad",
+            "no such arguments to differentiate.",
+            got=f"argnums={positions} of {count} positional arguments",
+            need="positions of arguments, each once",
+            fix="argnums=(0, 1), and pass those arguments by position",
+        )
+    )
 
 
 def _replace(args: tuple[Any, ...], positions: tuple[int, ...], variables: list[torch.Tensor]) -> list[Any]:

@@ -35,6 +35,7 @@ __all__ = [
 flatten = _pytree.tree_flatten
 unflatten = _pytree.tree_unflatten
 structure = _pytree.tree_structure
+_OWN = "dbuf"  # a namespace of optree, in which dicts keep their order
 
 
 class Node:
@@ -75,8 +76,9 @@ def _is_node(node: Any) -> bool:
 
 
 def signature(tree: Any) -> Hashable:
-    """The containers and static parts of a tree as one hashable value, found in C++; dict order does not count."""
-    return optree.tree_structure(tree, none_is_leaf=False)
+    """The containers and static parts of a tree as one hashable value, found in C++; the order of dicts counts."""
+    with optree.dict_insertion_ordered(True, namespace=_OWN):
+        return optree.tree_structure(tree, none_is_leaf=False, namespace=_OWN)
 
 
 def flatten_with_paths(

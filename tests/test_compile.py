@@ -195,7 +195,7 @@ def test_a_run_on_fakes_neither_runs_nor_draws() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     buf = _buffer(1.0, 2.0)
-    out = run_on_fakes(_noisy, (buf,), {})
+    _, out = run_on_fakes(_noisy, (buf,), {})
     testing.assert_bitwise(torch.get_rng_state(), before)
     assert out.spec == buf.spec and out.local.shape == (2,)
     testing.assert_bitwise(buf.local, torch.tensor([1.0, 2.0]))

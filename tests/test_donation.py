@@ -109,6 +109,44 @@ def test_a_donated_argument_as_another_result_keeps_its_old_numbers(fn: Any) -> 
     testing.assert_bitwise(got, expected)
 
 
+@pytest.mark.parametrize(
+    "further",
+    [lambda a: a, lambda a: a["a"].local[1:3], lambda a: dbuf.allgather(a), lambda a: dbuf.unpack(a["a"])],
+    ids=["itself", "slice", "gathered alone", "unpacked"],
+)
+def test_a_further_result_that_looks_at_a_donated_argument_has_its_old_numbers(further: Any) -> None:
+    """Donated memory holds the new state; a result that is no state keeps what it was when it was made."""
+    given = _state(4)[0]
+    expected = [leaf.clone() for leaf in tree.leaves((further(given), 3.0 * given["a"].local))]
+    new, *rest = dbuf.jit(lambda a: (_twice(a), further(a), 3.0 * a["a"].local), donate_argnums=0)(given)
+    testing.assert_bitwise(tree.leaves(rest), expected)
+    assert _pointers(new) == _pointers(given)
+
+
+def test_the_order_of_keys_is_part_of_what_a_program_is_for() -> None:
+    """A state from elsewhere with other keys first would be written layer by layer into the wrong memory."""
+
+    def step(p: Any, x: torch.Tensor) -> Any:
+        return {k: tree.map(lambda v: v + x.mean(), p[k]) for k in ("a", "b")}
+
+    jitted = dbuf.jit(step, donate_argnums=0)
+    jitted({"a": _one(3), "b": _one(3)}, torch.ones(3))
+    for rows in (3, 4):
+        with pytest.raises(TreeError, match="argument 0 is donated, but result 0 does not fit"):
+            jitted({"b": _one(3), "a": _one(3)}, torch.ones(rows))
+
+
+def test_donated_tensors_of_another_dtype_or_shape_are_checked_again() -> None:
+    step = dbuf.jit(lambda buf: tree.map(lambda x: x.float() + 1, buf), donate_argnums=0)
+    step(_one(3))
+    with pytest.raises(TreeError, match=r"torch\.bfloat16"):
+        step(dbuf.cast(_one(3), torch.bfloat16))
+    add = dbuf.jit(lambda x: x[:1] + 1, donate_argnums=0)
+    add(torch.ones(1, 3))
+    with pytest.raises(TreeError, match=r"\(5, 3\)"):
+        add(torch.ones(5, 3))
+
+
 def _twice(buf: Any) -> Any:
     return tree.map(lambda x: x * 2, buf)
 

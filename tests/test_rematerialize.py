@@ -453,3 +453,53 @@ def test_what_is_gathered_again_does_not_depend_on_the_batch() -> None:
     """Ranks may have batches of other sizes: of one, seven or many rows they issue the same collectives."""
     for first, *others in testing.run(_sequences, (64, 8, 7, 1), world_size=2):
         assert [other == first for other in others] == [True] * 3
+
+
+def _gathers_of_a_table(rows: tuple[int, ...]) -> list[Any]:
+    """A table of positions stands before the blocks: with a batch of one it has the shape of the batch."""
+    width, mesh = 4, dbuf.init_mesh(("dp",))
+    first = dbuf.shard({"pos": torch.ones(3, width)}, mesh, RowAtomic())
+    blocks = [dbuf.shard({"w": torch.ones(width, width)}, mesh, RowAtomic()) for _ in range(4)]
+
+    def loss_fn(params: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        first, *blocks = params
+        h = dbuf.gathered(lambda p: F.silu(x + p["pos"] + table.sin()))(first)
+        for block in blocks:
+            h = dbuf.gathered(lambda p, h: h @ p["w"])(block, h)
+        return h.square().mean()
+
+    grad = dbuf.grad(loss_fn)
+    batches = [torch.ones(n, 3, width) for n in rows]
+    return [dbuf.inspect(grad, [first, *blocks], x, torch.ones(3, width)).sequence for x in batches]
+
+
+@pytest.mark.slow
+def test_what_is_cheap_gathers_nothing_again() -> None:
+    for first, *others in testing.run(_gathers_of_a_table, (8, 2, 1), world_size=2):
+        assert [other == first for other in others] == [True] * 2
+        assert sum(found.kind == "all_gather" for found in first) == 9  # four blocks twice, the table once
+
+
+def _through_complex_views(conjugate: bool) -> list[Any]:
+    torch.manual_seed(0)
+    buf = dbuf.shard({"w": torch.randn(4, 2), "b": torch.randn(2)}, dbuf.init_mesh(("dp",)), RowAtomic())
+
+    def fn(p: Tensors, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(p["w"])
+        return ((weight.conj() if conjugate else weight) * x).abs().square().sum()
+
+    x = torch.randn(4, dtype=torch.complex64)
+    found = []
+    for call in (dbuf.gathered(fn), lambda buf, x: fn(dbuf.unpack(dbuf.allgather(buf)), x)):
+        local, given = buf.local.clone().requires_grad_(), x.clone().requires_grad_()
+        call(dbuf.DBuffer(local, buf.spec), given).backward()
+        assert local.grad is not None and given.grad is not None
+        found.append((local.grad, torch.view_as_real(given.grad)))
+    return found
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_complex_views_of_gathered_weights(conjugate: bool) -> None:
+    """They are saved for the backward in another dtype than the buffer's."""
+    for again, whole in testing.run(_through_complex_views, conjugate, world_size=2):
+        testing.assert_bitwise(again, whole)

@@ -193,6 +193,12 @@ def test_integers_and_constants_beside_buffers_are_left_alone() -> None:
     assert (grads["step"], grads["name"], grads["none"]) == (torch.tensor(3), "x", None)
 
 
+@pytest.mark.parametrize("argnums", [3, (0, 0), -1])
+def test_no_such_arguments(argnums: Any) -> None:
+    with pytest.raises(DbufError, match="no such arguments to differentiate"):
+        dbuf.value_and_grad(lambda p: p.local.sum(), argnums)(dbuf.shard(torch.ones(2), dbuf.init_mesh(), RowAtomic()))
+
+
 def test_no_such_reduction() -> None:
     with pytest.raises(DbufError, match="no such reduction"):
         dbuf.value_and_grad(_square, reduction="avg")

@@ -100,7 +100,8 @@ def test_order_of_keys_is_part_of_the_structure() -> None:
     assert ab.spec != ba.spec
     assert ab.spec == shard({"a": torch.zeros(1), "b": torch.ones(1)}).spec
     assert hash(ab.spec) == hash(shard({"a": torch.zeros(1), "b": torch.ones(1)}).spec)
-    assert trees.signature({"a": ab, "b": 1}) == trees.signature({"b": 1, "a": ab})
+    assert trees.signature({"a": ab, "b": 1}) == trees.signature({"a": ab, "b": 2})
+    assert trees.signature({"a": ab, "b": 1}) != trees.signature({"b": 1, "a": ab})
     assert trees.signature({"a": ab}) != trees.signature({"a": ba})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections.abc import Iterator
 
@@ -37,6 +36,7 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     gathers = [i for node, i in order.items() if node_mark(node, GATHER_MARK) and is_collective(node.target)]
+    again = _gathered_again(graph)
     found: set[Node] = set()
     for node in graph.nodes:
         if node.target not in _CHEAP or node_is_backward(node) or node_is_recomputed(node):
@@ -46,14 +46,33 @@ def cheap_to_repeat(graph: Graph) -> set[Node]:
         forward = [group for user, group in group_of.items() if not node_is_backward(user)]
         backward = [group for user, group in group_of.items() if node_is_backward(user)]
         if backward and all(group == own for group in forward) and (not gathers or own + _NEAR <= min(backward)):
-            found |= _steps_from_kept(node, gathers, order) or set()
+            found |= _steps_from_kept(node, gathers, order, again) or set()
     return found
 
 
-def _steps_from_kept(node: Node, gathers: list[int], order: dict[Node, int]) -> set[Node] | None:
+def _gathered_again(graph: Graph) -> set[Node]:
+    """Gathered weights that the backward reads in any case, with what stands between them and their collective."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if not (node_mark(node, GATHER_MARK) and is_collective(node.target)):
+            continue
+        seen, stack, is_read = {node}, [node], False
+        while stack:
+            for user in stack.pop().users:
+                if node_is_backward(user):
+                    is_read = True
+                elif user not in seen and (node_mark(user, GATHER_MARK) or keeps_values(user)):
+                    seen.add(user)
+                    stack.append(user)
+        found |= seen if is_read else set()
+    return found
+
+
+def _steps_from_kept(node: Node, gathers: list[int], order: dict[Node, int], again: set[Node]) -> set[Node] | None:
     """The cheap nodes from what is kept to a node, itself included; None if something would have to be kept for it.
 
-    They are of the node's own group: between them and the node no weights are gathered.
+    They are of the node's own group: between them and the node no weights are gathered. Nor are any gathered for them:
+    what is cheap depends on shapes, which need not be the same on all ranks, and the collectives must be.
     """
     own = bisect(gathers, order[node])
     steps, stack, shape = set(), [node], _shape(node)
@@ -63,7 +82,11 @@ def _steps_from_kept(node: Node, gathers: list[int], order: dict[Node, int]) -> 
         if _joins(step, shape):
             return None
         for source in step.all_input_nodes:
-            if source in steps or source.op == "placeholder" or node_mark(source, GATHER_MARK):
+            if source in steps or source.op == "placeholder":
+                continue
+            if node_mark(source, GATHER_MARK):
+                if source not in again:
+                    return None
                 continue
             step_on = source.target in _CHEAP or keeps_values(source)
             inside = bisect(gathers, order[source]) == own and not node_is_recomputed(source)
@@ -97,13 +120,15 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _is_small(node: Node, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is broadcast to `shape`. A view of other dimensions with as many elements is not."""
+    """Whether a tensor has fewer dimensions than `shape`, or one number where `shape` has a last dimension of many.
+
+    Never by the dimensions before it: a batch of one looks like a broadcast, and only this rank may have one.
+    """
     own = _shape(node)
-    fits = len(own) <= len(shape) and all(n in (1, m) for n, m in zip(reversed(own), reversed(shape), strict=False))
-    return fits and math.prod(own) < math.prod(shape)
+    return len(own) < len(shape) or (len(own) == len(shape) and own[-1:] == (1,) != shape[-1:])
 
 
 def _shape(node: Node) -> tuple[int, ...]:
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return tuple((size if isinstance(size, int) else size.node.hint) or 1 for size in sizes)
+    return tuple([size if isinstance(size, int) else size.node.hint for size in sizes])

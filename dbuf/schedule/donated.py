@@ -9,6 +9,8 @@ from dbuf.schedule.values import origin
 
 __all__ = ["take_before_writing"]
 
+_CLONE = torch.ops.aten.clone.default
+
 
 def take_before_writing(graph: Graph) -> int:
     """Read a donated tensor that is itself a result before anything is written over it.
@@ -25,6 +27,8 @@ def take_before_writing(graph: Graph) -> int:
     writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
     written = {node.args[0] for node in writes}
     early = [(node, node.args[1]) for node in writes if origin(node.args[1]) in written - {node.args[0]}]
+    out = graph.output_node()
+    early += [(out, copy) for copy in out.all_input_nodes if copy.target is _CLONE and origin(copy) in written]
     for node, source in early:
         with graph.inserting_before(writes[0]):
             # By arithmetic, since copies that change nothing are dropped. Multiplying by one keeps every number.
@@ -33,5 +37,5 @@ def take_before_writing(graph: Graph) -> int:
             else:
                 taken = graph.call_function(torch.ops.aten.mul.Tensor, (source, 1))
             taken.meta["val"] = source.meta["val"]
-        node.args = (node.args[0], taken)
+        node.replace_input_with(source, taken)
     return len(early)
