@@ -1,7 +1,7 @@
 """The public movements: each is a view of the transition table in `dbuf.plan.route`.
 
 Every function takes a pytree of DBuffers and placement specs, plans each buffer's route in integers, and then runs
-the routes: all of them are started before any is waited for.
+the routes: in a trace and on GPUs all are started before any is waited for.
 """
 
 from __future__ import annotations
@@ -240,7 +240,11 @@ def _run(
     grad_dtype: torch.dtype | None,
     again: bool,
 ) -> list[DBuffer]:
-    """Run the routes; where there are several, start all before waiting for any."""
+    """Run the routes; where there are several, start all before waiting for any.
+
+    Not on the CPU outside a trace: gloo now and then crashes or loses a message with two collectives under way.
+    """
+    together = len(planned) > 1 and (torch.compiler.is_compiling() or planned[0][0].local.device.type != "cpu")
     started: list[tuple[DBuffer, Any]] = []
     for buf, target, steps in planned:
         wire, back = _wire(buf, function, dtype, grad_dtype)
@@ -249,7 +253,7 @@ def _run(
         elif function == "view":
             started.append((DBuffer(_slice(buf.local, steps), target), ()))
         else:
-            head, tail = split(steps) if len(planned) > 1 else (steps, ())
+            head, tail = split(steps) if together else (steps, ())
             started.append((DBuffer(move(buf.local, head, wire, back, again), target), tail))
     return [DBuffer(move(buf.local, tail, None, None, again), buf.spec) if tail else buf for buf, tail in started]
 
