@@ -26,6 +26,7 @@ __all__ = [
     "gather_objects",
     "init_mesh",
     "prepare",
+    "runs_together",
     "shape_of",
     "suffix_group",
     "sum_over",
@@ -135,6 +136,11 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 def shape_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """Ranks along each axis, outermost first."""
     return tuple(mesh.shape)
+
+
+def runs_together(mesh: DeviceMesh) -> bool:
+    """Whether two collectives may be under way at once: gloo then crashes now and then, or loses a message."""
+    return dist.get_backend(mesh.get_group(0)) != "gloo"
 
 
 def axis_group(mesh: DeviceMesh, axis: int) -> str:

@@ -1,7 +1,7 @@
 """The public movements: each is a view of the transition table in `dbuf.plan.route`.
 
 Every function takes a pytree of DBuffers and placement specs, plans each buffer's route in integers, and then runs
-the routes: in a trace and on GPUs all are started before any is waited for.
+the routes: all are started before any is waited for, but for eager ones on gloo.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dbuf.buffer import DBuffer, is_buffer, require_buffers
 from dbuf.collectives import move
 from dbuf.errors import DbufError, PlacementError, explain
 from dbuf.layout import GlobalLayout
+from dbuf.mesh import runs_together
 from dbuf.placement import Placement, Placements, ShardLayout, describe, is_placement
 from dbuf.plan.route import split
 from dbuf.spec import BufferSpec
@@ -242,9 +243,9 @@ def _run(
 ) -> list[DBuffer]:
     """Run the routes; where there are several, start all before waiting for any.
 
-    Not on the CPU outside a trace: gloo now and then crashes or loses a message with two collectives under way.
+    Outside a trace gloo gets one after the other.
     """
-    together = len(planned) > 1 and (torch.compiler.is_compiling() or planned[0][0].local.device.type != "cpu")
+    together = len(planned) > 1 and (torch.compiler.is_compiling() or runs_together(planned[0][0].mesh))
     started: list[tuple[DBuffer, Any]] = []
     for buf, target, steps in planned:
         wire, back = _wire(buf, function, dtype, grad_dtype)
