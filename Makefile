@@ -8,7 +8,7 @@ ARGS   ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 # Two files of tests at a time: compiling on ranks leaves cores idle, and each worker has a pool of ranks of its own. One
-# at a time where nobody waits: on a crowded machine gloo can crash (docs/design/008-gloo-race.md).
+# at a time in CI, where nobody waits and the load is not ours.
 WORKERS ?= $(if $(CI),0,2)
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

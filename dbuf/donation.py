@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dbuf import tree as trees
+from dbuf.compat import storage_id
 from dbuf.errors import DbufError, TreeError, explain
 
 __all__ = ["check_donation", "check_memory", "find_views", "forms_of_donated", "write_back"]
@@ -99,13 +100,9 @@ def find_views(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...])
         Their numbers among the leaves of the results that pair with no argument.
     """
     parts = list(out) if isinstance(out, tuple | list) else [out]
-    donated = {_storage(x) for i in donate_argnums for x in trees.leaves(args[i]) if isinstance(x, torch.Tensor)}
+    donated = {storage_id(x) for i in donate_argnums for x in trees.leaves(args[i]) if isinstance(x, torch.Tensor)}
     further = enumerate(trees.leaves(parts[len(donate_argnums) :]))
-    return tuple([i for i, x in further if isinstance(x, torch.Tensor) and _storage(x) in donated])
-
-
-def _storage(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+    return tuple([i for i, x in further if isinstance(x, torch.Tensor) and storage_id(x) in donated])
 
 
 def forms_of_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> tuple[Hashable, ...]:

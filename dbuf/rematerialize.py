@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer, unpack
-from dbuf.compat import inside_func_transform
+from dbuf.compat import inside_func_transform, storage_id
 from dbuf.movement import gather_for
 from dbuf.once import CompiledOnce
 
@@ -108,14 +108,14 @@ class _Notes:
         self._unpacked = [0] * len(full)
         # The caller holds `full` while these hooks are on, so no other tensor can take over its storage.
         self._index_of = {
-            _storage(whole.local): i
+            storage_id(whole.local): i
             for i, (buf, whole) in enumerate(zip(shards, full, strict=True))
-            if _storage(whole.local) != _storage(buf.local)
+            if storage_id(whole.local) != storage_id(buf.local)
         }
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | _Note:
         """A note for a view of a gathered weight; anything else is saved as it is."""
-        index = self._index_of.get(_storage(saved))
+        index = self._index_of.get(storage_id(saved))
         if index is None or saved.is_neg():
             return saved
         self._packed[index] += 1
@@ -140,10 +140,6 @@ class _Notes:
         view = again.new_empty(0, dtype=saved.dtype)
         view.set_(again.untyped_storage(), saved.offset, saved.size, saved.stride)
         return view.conj() if saved.conj else view
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def remat(fn: Function) -> Function:

@@ -43,9 +43,9 @@ ROWS = (
 
 # Dotted name -> the modules that may import or name it (and anything below it).
 DOORS: Mapping[str, tuple[str, ...]] = {
-    "optree": ("dbuf.tree", "dbuf.compat"),  # compat: private and renamed names only
-    "torch.utils._pytree": ("dbuf.tree", "dbuf.compat"),
-    "torch.distributed.device_mesh": ("dbuf.mesh", "dbuf.compat"),
+    "optree": ("dbuf.tree", "dbuf.compat.runtime"),  # compat: private and renamed names only
+    "torch.utils._pytree": ("dbuf.tree", "dbuf.compat.runtime"),
+    "torch.distributed.device_mesh": ("dbuf.mesh", "dbuf.compat.runtime"),
     "torch.distributed.init_device_mesh": ("dbuf.mesh",),
     # A worker of the test pool is what torchrun is to a user: it makes the ranks that the mesh finds.
     "torch.distributed.init_process_group": ("dbuf.mesh", "dbuf.testing.worker"),
@@ -55,7 +55,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "hypothesis": ("dbuf.testing.strategies",),
     "cloudpickle": ("dbuf.testing.protocol",),
 }
-PRIVATE_DOOR = "dbuf.compat"  # every other name with a private part of torch in it
+PRIVATE_DOOR = "dbuf.compat"  # a package: every other name with a private part of torch in it
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without the docstring
@@ -157,7 +157,8 @@ def wrong_door(source: Source, modules: frozenset[str]) -> list[str]:
         door = next((door for door in DOORS if name == door or name.startswith(door + ".")), None)
         private = name.startswith("torch.") and any(_is_private(part) for part in name.split("."))
         allowed = DOORS[door] if door else (PRIVATE_DOOR,) if private else (source.name,)
-        if source.name not in allowed:
+        inside = private and not door and source.name.startswith(f"{PRIVATE_DOOR}.")
+        if source.name not in allowed and not inside:
             found.append(f"{source.name}:{line}: {name} belongs to {' or '.join(allowed)}")
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -31,9 +30,12 @@ def code_of(fn: Callable[..., Any], *args: Any) -> str:
         found.append(self.codegen()[0].value)
         raise _Written
 
-    patched = mock.patch.object(GraphLowering, "compile_to_module", write)
-    with patched, inductor_config.patch(fx_graph_cache=False), contextlib.suppress(Exception):
-        fn(*args)
+    with mock.patch.object(GraphLowering, "compile_to_module", write), inductor_config.patch(fx_graph_cache=False):
+        try:
+            fn(*args)
+        except Exception:
+            if not found:
+                raise
     (code,) = found
     return code[code.index("    def call(") :]
 
@@ -89,6 +91,19 @@ def behind(code: str) -> list[tuple[str, int]]:
             name = start[1] or start[3].split(",")[0]
             started[name] = (start[2], kernels)
     return out
+
+
+def under_way(code: str) -> int:
+    """The most collectives between their start and their wait."""
+    now: set[str] = set()
+    most = 0
+    for line in (line.strip() for line in code.splitlines()):
+        if wait := _WAIT.search(line):
+            now.discard(wait[1])
+        elif start := _START.match(line):
+            now.add(start[1] or start[3].split(",")[0])
+            most = max(most, len(now))
+    return most
 
 
 def _hands_over(line: str) -> bool:

@@ -115,7 +115,7 @@ def test_a_name_at_the_wrong_door_is_seen(text: str) -> None:
 def test_public_torch_and_the_right_door_pass() -> None:
     public = "import torch\nfrom torch.distributed.tensor import Shard\ntorch.distributed.get_rank()\nx.__dict__"
     assert rules.wrong_door(_source(public), MODULES) == []
-    assert rules.wrong_door(_source("import torch._dynamo", "dbuf.compat"), MODULES) == []
+    assert rules.wrong_door(_source("import torch._dynamo", "dbuf.compat.tracing"), MODULES) == []
     door = "import torch\ntorch.ops._c10d_functional.wait_tensor(x)"
     assert rules.wrong_door(_source(door, "dbuf.collectives"), MODULES) == []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dbuf
 import kernels  # noqa: F401
 from dbuf import compat
+from dbuf.compat import tracing
 from dbuf.testing import run
 
 HERE = Path(__file__)
@@ -32,10 +32,10 @@ def test_every_name_of_compat_has_a_test_here() -> None:
 
 
 def imported_names() -> list[tuple[str, str]]:
-    """`(module, name)` of everything that compat.py imports from torch and optree, late imports too."""
-    source = ast.parse(inspect.getsource(compat))
+    """`(module, name)` of everything that compat imports from torch and optree, late imports too."""
+    files = Path(compat.__file__).parent.glob("*.py")
     found = []
-    for node in ast.walk(source):
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("torch", "optree"):
             found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -91,9 +91,9 @@ def test_register_constant_runs_methods_for_real_and_guards_by_equality() -> Non
 
 
 def test_opaque_object_has_one_of_its_two_names() -> None:
-    assert compat.opaque_object.MemberType.USE_REAL is not None
+    assert tracing.opaque_object.MemberType.USE_REAL is not None
     names = ("register_custom_class", "register_opaque_type")
-    assert any(hasattr(compat.opaque_object, name) for name in names), "register_constant has nothing to call"
+    assert any(hasattr(tracing.opaque_object, name) for name in names), "register_constant has nothing to call"
 
 
 # --- Dynamo -----------------------------------------------------------------------------------------------
@@ -104,11 +104,11 @@ def test_trace_autograd_puts_autograd_grad_into_the_graph_and_restores_the_setti
         y = x.detach().requires_grad_()
         return torch.autograd.grad((y**3).sum(), y)[0]
 
-    before = compat.dynamo_config.trace_autograd_ops
+    before = tracing.dynamo_config.trace_autograd_ops
     with pytest.raises(RuntimeError), compat.trace_autograd():
-        assert compat.dynamo_config.trace_autograd_ops is True
+        assert tracing.dynamo_config.trace_autograd_ops is True
         raise RuntimeError
-    assert compat.dynamo_config.trace_autograd_ops == before
+    assert tracing.dynamo_config.trace_autograd_ops == before
     with compat.trace_autograd():
         assert torch.compile(step, fullgraph=True, backend="eager")(torch.tensor([2.0])).item() == 12
 
@@ -273,7 +273,7 @@ def test_merging_trace_length_tells_equal_nodes_apart_where_they_would_be_merged
     assert split_graphs(twice, x)[0].count("aten.sin.default") == 1, "nothing is merged: what is told apart, and why?"
     assert split_graphs(twice_apart, x)[0].count("aten.sin.default") == 2
     assert compat.merging_trace_length() is None
-    with compat.functorch_config.patch(cse=False):  # as compile_inductor has it
+    with tracing.functorch_config.patch(cse=False):  # as compile_inductor has it
         assert split_graphs(twice, x)[0].count("aten.sin.default") == 2
         assert "aten.slice.Tensor" not in split_graphs(twice_apart, x)[0]
 
@@ -297,7 +297,7 @@ def test_kept_in_backward_holds_what_no_gradient_reaches(kept: bool) -> None:
     assert ("_c10d_functional.wait_tensor.default" in forward) is not kept
     assert "_c10d_functional.wait_tensor.default" in backward
     with compat.kept_in_backward():  # eager: nothing to hold
-        assert "partitioner_tag" not in compat.get_current_meta()
+        assert "partitioner_tag" not in tracing.get_current_meta()
 
 
 # --- graphs -----------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_compile_inductor_runs_the_pass_on_the_graph_it_compiles() -> None:
 
 def test_functorch_config_has_the_settings_that_compile_inductor_turns_off() -> None:
     for name in ("remat_using_tags_for_fwd_loss_bwd_graph", "enable_autograd_cache", "cse"):
-        assert hasattr(compat.functorch_config, name)
+        assert hasattr(tracing.functorch_config, name)
 
 
 # --- fake tensors and transforms --------------------------------------------------------------------------
@@ -423,6 +423,11 @@ def test_needsrealtensors_is_what_fake_tensors_raise_for_value_dependent_results
             x.sum().item()
         with pytest.raises(compat.NeedsRealTensors):
             x.nonzero()
+
+
+def test_storage_id_is_that_of_views_and_of_no_other_tensor() -> None:
+    x, other = torch.ones(3), torch.ones(3)
+    assert compat.storage_id(x) == compat.storage_id(x[1:]) != compat.storage_id(other)
 
 
 def test_inside_func_transform() -> None:

@@ -136,6 +136,7 @@ def _programs() -> dict[str, Any]:
         behind = programs.behind(code)
         out[name] = {
             "alive": programs.gathered_alive(code),
+            "under way": programs.under_way(code),
             "gathers": [n for op, n in behind if op.startswith("all_gather")],
             "reductions": [n for op, n in behind if op.startswith("all_to_all")],
         }
@@ -149,6 +150,7 @@ def test_what_runs_behind_compute_and_what_is_alive() -> None:
     groups = BLOCKS + 2
     on, off = got["on"], got["off"]
     assert (on["alive"], off["alive"], got["three"]["alive"]) == (2, 1, 3)
+    assert {at["under way"] for name, at in got.items() if name != "lines"} == {1}, "gloo crashes with two"
     assert len(on["gathers"]) == len(off["gathers"]) and len(on["reductions"]) == groups + 1
     # Every gather but that of the first group runs behind the group before it, every reduction behind the one after.
     assert sum(n > 0 for n in on["gathers"]) >= len(on["gathers"]) - 3

@@ -9,7 +9,7 @@ from dbuf.compat import ScheduledOp as Op
 from dbuf.schedule import order_ops
 
 
-def _step(blocks: int, ahead: int = 1) -> tuple[list[Op], list[str]]:
+def _step(blocks: int, ahead: int = 1, parts: int = 1, alone: bool = False) -> tuple[list[Op], list[str]]:
     """Forward and backward of a chain of blocks: gathers `ahead` uses before their own, all else next to its use."""
     ops: list[Op] = []
     names: list[str] = []
@@ -20,7 +20,8 @@ def _step(blocks: int, ahead: int = 1) -> tuple[list[Op], list[str]]:
         needs = [*places, *(chain[-1:] if kind in ("gather", "reduction") else [])]
         if kind in ("gather", "reduction"):
             chain.append(len(ops))
-        ops.append(Op(kind, tuple(sorted(set(needs))), tuple(places), heavy))  # type: ignore[arg-type]
+        alone_here = alone and kind in ("gather", "reduction")
+        ops.append(Op(kind, tuple(sorted(set(needs))), tuple(places), heavy, alone_here))  # type: ignore[arg-type]
         names.append(name)
 
     forward = [f"f{i}" for i in range(blocks)]
@@ -31,7 +32,10 @@ def _step(blocks: int, ahead: int = 1) -> tuple[list[Op], list[str]]:
             if f"gather {later}" not in names:
                 add(f"gather {later}", "gather")
         add(f"wait {use}", "wait", f"gather {use}")
-        add(use, "compute", f"wait {use}", *uses[max(at - 1, 0) : at], heavy=True)
+        for part in range(parts):
+            before = [f"{use}.{part - 1}"] if part else uses[max(at - 1, 0) : at]
+            name = use if part == parts - 1 else f"{use}.{part}"
+            add(name, "compute", f"wait {use}", *before, heavy=True)
         if use in backward:
             add(f"pack {use}", "compute", use)
             add(f"reduce {use}", "reduction", f"pack {use}")
@@ -40,8 +44,8 @@ def _step(blocks: int, ahead: int = 1) -> tuple[list[Op], list[str]]:
     return ops, names
 
 
-def _names(blocks: int, ahead: int = 1, **options: object) -> list[str]:
-    ops, names = _step(blocks, ahead)
+def _names(blocks: int, ahead: int = 1, parts: int = 1, alone: bool = False, **options: object) -> list[str]:
+    ops, names = _step(blocks, ahead, parts, alone)
     return [names[i] for i in order_ops(ops, **options).positions]  # type: ignore[arg-type]
 
 
@@ -55,11 +59,22 @@ def test_a_step_of_two_blocks_worked_out_by_hand() -> None:
     ]
 
 
+def test_one_transfer_at_a_time_worked_out_by_hand() -> None:
+    """Each block's backward has two halves, and a transfer runs behind each of them."""
+    names = _names(3, parts=2, alone=True)
+    assert names[names.index("f2") + 1 :] == [
+        *("wait b2", "gather b1", "b2.0", "b2"),
+        *("pack b2", "wait b1", "reduce b2", "b1.0", "reduced b2", "gather b0", "update b2", "b1"),
+        *("pack b1", "wait b0", "reduce b1", "b0.0", "b0", "reduced b1"),
+        *("pack b0", "reduce b0", "update b1", "reduced b0", "update b0"),
+    ]
+
+
 def test_a_wait_may_read_what_its_transfer_was_started_from() -> None:
     """As Inductor's do. What else reads that waits for nothing: here it needs a collective that comes later."""
     grads, flag, start, wait = Op("compute", (), (), True), Op("compute", (0,), (0,)), *_transfer()
     also = Op("reduction", (1, 2), (1,)), Op("wait", (1, 4), (1, 4)), Op("compute", (0, 5), (0, 5))
-    assert order_ops([grads, flag, start, wait, *also]).positions == (0, 1, 2, 4, 3, 5, 6)
+    assert order_ops([grads, flag, start, wait, *also]).positions == (0, 2, 1, 4, 3, 5, 6)
 
 
 def _transfer() -> tuple[Op, Op]:
@@ -121,7 +136,8 @@ def programs(draw: st.DrawFn) -> list[Op]:
         if kind == "compute":
             ops.append(Op("compute", reads, reads, draw(st.booleans())))
             continue
-        ops.append(Op(kind, tuple(sorted({*reads, *([] if last is None else [last])})), reads))  # type: ignore[arg-type]
+        needs = tuple(sorted({*reads, *([] if last is None else [last])}))
+        ops.append(Op(kind, needs, reads, alone=draw(st.booleans())))  # type: ignore[arg-type]
         last = len(ops) - 1
         ops.append(Op("wait", (last,), (last,)))
     return ops
@@ -135,3 +151,6 @@ def test_laws_of_any_order(ops: list[Op], groups: int, gathers: bool, reductions
     assert all(place[need] < place[i] for i, op in enumerate(ops) for need in op.needs)
     starts = [i for i, op in enumerate(ops) if op.kind in ("gather", "reduction")]
     assert sorted(starts, key=place.__getitem__) == starts, "two collectives were exchanged"
+    alone = [place[i] for i in starts if ops[i].alone]
+    ends = [place[i] for i, op in enumerate(ops) if op.kind == "wait" and ops[op.reads[0]].alone]
+    assert all(end < start for end, start in zip(sorted(ends), alone[1:], strict=False)), "two were under way"

@@ -7,6 +7,7 @@ without ever exchanging two collectives, so that every rank issues them in the o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from dbuf.compat import ScheduledOp
@@ -38,7 +39,8 @@ def order_ops(
 
     A gather starts as soon as fewer than `groups_in_flight` gathered buffers exist, and is waited for right before
     its first reader. A reduction starts as soon as only light work is left to do for its input, and is waited for
-    when the next one has started; what reads it comes after that.
+    when the next one has started; what reads it comes after that. Of collectives that have to be alone, each is
+    waited for before the next one starts; if nobody reads it, once its share of the heavy compute has run behind it.
 
     Args:
         ops: In an order that works.
@@ -65,6 +67,7 @@ class _Run:
         starts = set(self.chain)  # a wait may also read what its transfer was started from
         self.wait_of = {r: i for i, op in enumerate(ops) if op.kind == "wait" for r in op.reads if r in starts}
         self.needs = [self._all_needs(i) for i in range(len(ops))]
+        self.before = self._wait_for_the_one_before()
         self.readers = self._readers_of_gathers()
         self.done = [False] * len(ops)
         self.out: list[int] = []
@@ -73,6 +76,8 @@ class _Run:
         self.next_start = 0  # in the chain
         self.in_flight: list[int] = []  # reductions that nobody has waited for
         self.late: list[int] = []  # compute that waits for one of them
+        self.share = sum(op.heavy for op in ops) // max(len(self.chain), 1)  # of one collective
+        self.heavy_since_start = 0
 
     def _all_needs(self, i: int) -> tuple[int, ...]:
         """What has to be done before an operation; who follows the start of a transfer follows its end as well."""
@@ -80,6 +85,14 @@ class _Run:
         if op.kind != "compute":
             return op.needs
         return tuple(dict.fromkeys([*op.needs, *(self.wait_of[n] for n in op.needs if n in self.wait_of)]))
+
+    def _wait_for_the_one_before(self) -> dict[int, int]:
+        """Have each collective that has to be alone need the wait for the last one; returns those waits."""
+        alone = [i for i in self.chain if self.ops[i].alone]
+        before = {i: self.wait_of[last] for last, i in itertools.pairwise(alone) if last in self.wait_of}
+        for i, wait in before.items():
+            self.needs[i] = (*self.needs[i], wait)
+        return before
 
     def _readers_of_gathers(self) -> dict[int, set[int]]:
         readers: dict[int, set[int]] = {i: set() for i in self.chain if self.ops[i].kind == "gather"}
@@ -97,6 +110,9 @@ class _Run:
         if self.reductions and self._needs_late(i):
             self.late.append(i)
             return
+        for n in self.needs[i]:
+            self.force(n)
+        self.start_what_can()  # behind this operation, if what it waited for has made room
         self.force(i)
         self.start_what_can()
 
@@ -122,6 +138,9 @@ class _Run:
         self.done[i] = True
         self.out.append(i)
         kind = self.ops[i].kind
+        self.heavy_since_start += self.ops[i].heavy
+        if kind in ("gather", "reduction"):
+            self.heavy_since_start = 0
         if kind == "gather":
             self.alive.add(i)
             self.most_alive = max(self.most_alive, len(self.alive))
@@ -137,19 +156,23 @@ class _Run:
         while self.next_start < len(self.chain):
             i = self.chain[self.next_start]
             if not self.done[i]:
-                if self.ops[i].kind == "gather":
-                    if not self.gathers or len(self.alive) >= self.limit or not self._is_ready(i, heavy=True):
-                        return
-                elif not self._is_ready(i, heavy=False):
+                if not self._may_start(i):
                     return
                 self.force(i)
-                if self.ops[i].kind == "reduction" and self.reductions:
-                    self._finish_all_but_the_last()
+                if self.reductions:
+                    self._finish_reductions(but=i)
             self.next_start += 1
 
+    def _may_start(self, i: int) -> bool:
+        if i in self.before and not self.done[self.before[i]] and self.heavy_since_start < self.share:
+            return False
+        if self.ops[i].kind == "reduction":
+            return self._is_ready(i, heavy=False)
+        return self.gathers and len(self.alive) < self.limit and self._is_ready(i, heavy=True)
+
     def _is_ready(self, i: int, heavy: bool) -> bool:
-        """Whether what an operation still needs is compute alone, and none of it heavy unless `heavy`."""
-        stack = list(self.needs[i])
+        """Whether what a start still needs is compute alone, and none of it heavy unless `heavy`."""
+        stack = [n for n in self.needs[i] if n != self.before.get(i)]
         while stack:
             n = stack.pop()
             if not self.done[n]:
@@ -158,9 +181,9 @@ class _Run:
                 stack.extend(self.needs[n])
         return True
 
-    def _finish_all_but_the_last(self) -> None:
-        """Wait for reductions but the one that has just started, and catch up with what reads them."""
-        for start in self.in_flight[:-1]:
+    def _finish_reductions(self, but: int) -> None:
+        """When a collective has started: wait for reductions before the last, and catch up with what reads them."""
+        for start in self.in_flight[:-1] if self.ops[but].kind == "reduction" else []:
             if start in self.wait_of:
                 self.force(self.wait_of[start])
         late, self.late = self.late, []

@@ -18,7 +18,7 @@ __all__ = ["Overlap"]
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How a compiled step overlaps its collectives with compute.
+    """How a compiled step overlaps its collectives with compute; over gloo, which can crash with two, one at a time.
 
     Attributes:
         gathers: Start gathers of `gathered` early, as far as `groups_in_flight` allows.

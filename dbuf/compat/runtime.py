@@ -1,0 +1,51 @@
+"""Of the running torch, and of optree: fake tensors, storages, process groups, pytree keys."""
+
+from __future__ import annotations
+
+import torch
+from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._pytree import GetAttrKey, TreeSpec
+
+__all__ = [
+    "OPTREE_GLOBAL",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GetAttrKey",
+    "NeedsRealTensors",
+    "TreeSpec",
+    "flatten_mesh",
+    "group_backend",
+    "inside_func_transform",
+    "storage_id",
+]
+
+# What an operation raises on fake tensors when its result depends on values (2.13, 2.14).
+NeedsRealTensors = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors share while, and only while, they look at one storage (2.13, 2.14)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def inside_func_transform() -> bool:
+    """Whether a `torch.func` transform (grad, vjp, vmap) is running around the caller."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> None:
+    """Make the process group over several axes of `mesh`; `mesh.get_group(name)` finds it from then on."""
+    mesh[axis_names]._flatten(name)
+
+
+def group_backend(name: str) -> str:
+    """`"gloo"`, `"nccl"`, ... of the process group that a collective in a graph names (2.13, 2.14)."""
+    return torch.distributed.get_backend(_resolve_process_group(name))  # type: ignore[arg-type]
