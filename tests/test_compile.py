@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import dbuf
 import dbuf.compile
 import models
+import programs
 from dbuf import Replicate, RowAtomic, testing, tree
 from dbuf.compile import run_on_fakes
 from dbuf.errors import DbufError, PlacementError, TreeError
@@ -68,7 +69,7 @@ def _number_of_guards(jitted: Any) -> int:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     (program,) = jitted._programs.values()
-    newest = _debug_get_cache_entry_list(program._program.__code__)[0]
+    newest = _debug_get_cache_entry_list(program.run._torchdynamo_orig_callable.__code__)[0]
     return len([line for line in str(newest.guard_manager).splitlines() if "+- " in line])
 
 
@@ -115,6 +116,20 @@ def test_stream_of_batch_shapes_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     dynamic = [[any(not isinstance(n, int) for n in shape) for shape in shapes] for shapes in seen]
     assert [sum(flags) for flags in dynamic] == [0, 1]
     assert all(len(shape) == 2 for shape, flag in zip(seen[1], dynamic[1], strict=True) if flag)  # the batch
+
+
+def test_a_size_changes_in_one_function_and_not_in_another() -> None:
+    """Dynamo knows functions by where they are written, and every program of `jit` is written in one place."""
+    buf = _buffer(1.0, 2.0)
+    sizes = []
+    for rows in (4, 6, 8):
+
+        def scaled(buf: Any, x: torch.Tensor) -> Any:
+            return dbuf.tree.map(lambda y: y * x.sum(), buf)
+
+        code = programs.code_of(dbuf.jit(scaled), buf, torch.ones(rows, 2))
+        sizes.append(f"({rows}, 2)" in code)
+    assert sizes == [True] * 3, "compiled for any size"
 
 
 def test_disable_jit() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -84,11 +86,22 @@ class trace_autograd:
 
 
 def compile_program(fn: Callable[..., _R], *, dynamic: bool | None, backend: Callable[..., Any]) -> Callable[..., _R]:
-    """`torch.compile(fullgraph=True)` with a cache and a recompile limit of its own (2.13: absent from the stubs)."""
+    """`torch.compile(fullgraph=True)` with a cache and a recompile limit of its own (2.13: absent from the stubs).
+
+    Dynamo remembers which sizes have changed by the file, line and name of a function (2.13, 2.14), so that of two
+    closures the second would be compiled for sizes that changed in the first. Each gets a name of its own.
+    """
+    assert isinstance(fn, types.FunctionType)
+    code = fn.__code__.replace(co_name=f"{fn.__name__}_{next(_NUMBERS)}")
+    own = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    own.__kwdefaults__ = fn.__kwdefaults__
     return cast(
         Callable[..., _R],
-        torch.compile(fn, fullgraph=True, dynamic=dynamic, backend=backend, isolate_recompiles=True),  # type: ignore[call-overload]
+        torch.compile(own, fullgraph=True, dynamic=dynamic, backend=backend, isolate_recompiles=True),  # type: ignore[call-overload]
     )
+
+
+_NUMBERS = itertools.count()
 
 
 def allow_in_graph(fn: Callable[_P, _R]) -> Callable[_P, _R]:
