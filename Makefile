@@ -26,7 +26,9 @@ install: $(STAMP)  ## create .venv with everything the other targets need
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-input --no-compile "$(TORCH)" </dev/null
-	$(BIN)/python -m pip install --quiet --no-input --no-compile -e ".[dev]" </dev/null
+	@# Meanwhile Python compiles torch's modules, once; or else every first process of a run does.
+	$(BIN)/python -c "import torch._inductor.compile_fx" >/dev/null 2>&1 & \
+	$(BIN)/python -m pip install --quiet --no-input --no-compile -e ".[dev]" </dev/null && wait
 	@touch $@
 
 train: $(STAMP)  ## train a byte-level GPT on real text, ZeRO-3 on two processes (ARGS="--help" for options)
