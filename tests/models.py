@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbuf
 import kernels  # noqa: F401
+import programs
 from dbuf import tree
 
 WIDTH, HIDDEN, VOCAB = 6, 10, 11  # odd on purpose: at most world sizes rows do not divide and padding appears
@@ -220,6 +221,7 @@ def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
             storage_of[name], kind_of[name] = name, ("empty", _numel(size) * getattr(torch, dtype).itemsize)
         elif new := _COLLECTIVE.search(line):
             name, kind = new.groups()
+            kind = "all_gather_into" if programs.starts_gather(line) else kind
             storage_of[name], kind_of[name] = name, (kind, nbytes[name])
         elif (same := _SAME.search(line)) and same.group(2) in storage_of:
             storage_of[same.group(1)] = storage_of[same.group(2)]

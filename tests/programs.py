@@ -12,6 +12,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 _START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.default\((.*)\)$")
+_GATHERS = re.compile(r"\[(?=.*\b[1-9])[\d, ]*\b0\b[\d, ]*\]")  # an exchange in which a rank sends itself nothing
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _NEW = re.compile(r"(\w+) = (?:empty_strided_\w+|reinterpret_tensor)\((?:\w+, )?\((.*?)\), ")
 _ASSERT = re.compile(r"assert_(?:size_stride|tensor_metadata)\((\w+), \((.*?)\), ")
@@ -69,7 +70,7 @@ def gathered_alive(code: str) -> int:
     lines = [line.strip() for line in code.splitlines()]
     spans = []
     for i, line in enumerate(lines):
-        if (start := _START.match(line)) and start[2].startswith("all_gather"):
+        if (start := _START.match(line)) and _kind(start).startswith("all_gather"):
             name = re.compile(rf"\b{start[1]}\b")
             reads = [j for j, text in enumerate(lines) if name.search(text) and not _hands_over(text)]
             spans.append((i, max(reads)))
@@ -89,7 +90,7 @@ def behind(code: str) -> list[tuple[str, int]]:
                 out.append((kind, kernels - at))
         elif start := _START.match(line):
             name = start[1] or start[3].split(",")[0]
-            started[name] = (start[2], kernels)
+            started[name] = (_kind(start), kernels)
     return out
 
 
@@ -104,6 +105,17 @@ def under_way(code: str) -> int:
             now.add(start[1] or start[3].split(",")[0])
             most = max(most, len(now))
     return most
+
+
+def starts_gather(line: str) -> bool:
+    """Whether a line starts a gather, which on gloo may be an exchange: see `schedule.pieces`."""
+    start = _START.match(line.strip())
+    return start is not None and _kind(start).startswith("all_gather")
+
+
+def _kind(start: re.Match[str]) -> str:
+    gathers = start[2] == "all_to_all_single" and _GATHERS.search(start[3])
+    return "all_gather_in_pieces" if gathers else start[2]
 
 
 def _hands_over(line: str) -> bool:

@@ -471,12 +471,20 @@ def test_optree_global_registers_for_every_namespace() -> None:
     assert optree.tree_leaves(Box(3)) == optree.tree_leaves(Box(3), namespace="any") == [3]
 
 
-def backend_of_a_group() -> str:
-    return compat.group_backend(torch.distributed.init_device_mesh("cpu", (2,)).get_group().group_name)
+def test_annotated_gather_start_is_a_mark_beside_others() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta = compat.annotated({"custom": {"mark": True}, "val": 1}, compat.GATHER_START)
+    assert compat.node_mark(node, compat.GATHER_START) is True and compat.node_mark(node, "mark") is True
+    assert node.meta["val"] == 1
 
 
-def test_group_backend_of_the_name_in_a_graph() -> None:
-    assert run(backend_of_a_group, world_size=2) == ["gloo"] * 2
+def backend_of_a_group() -> tuple[str, int]:
+    name = torch.distributed.init_device_mesh("cpu", (2,)).get_group().group_name
+    return compat.group_backend(name), compat.group_rank(name)
+
+
+def test_group_backend_and_group_rank_of_the_name_in_a_graph() -> None:
+    assert run(backend_of_a_group, world_size=2) == [("gloo", 0), ("gloo", 1)]
 
 
 def flattened() -> tuple[list[int], str]:

@@ -324,8 +324,8 @@ def lifetimes(code: str) -> list[tuple[str, int, int]]:
     lines = code[code.index("def call(") :].splitlines()
     found = []
     for i, line in enumerate(lines):
-        made = re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.all_gather_into_tensor\.default\((\w+),", line)
-        if made:
+        made = re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.\w+\.default\((\w+),", line)
+        if made and programs.starts_gather(line):
             name = made.group(1)
             reads = [j for j in range(i, len(lines)) if re.search(rf"(?<!del )\b{name}\b", lines[j])]
             # Its memory may be handed on to another buffer; that line only renames it.

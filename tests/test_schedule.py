@@ -159,7 +159,7 @@ def test_what_runs_behind_compute_and_what_is_alive() -> None:
     assert not any(off["gathers"]) and not any(got["reductions"]["gathers"]) and any(got["gathers"]["gathers"])
     assert sum(n > 0 for n in off["reductions"]) <= sum(n > 0 for n in on["reductions"])
     assert [line.split(",")[1].split(":")[0] for line in got["lines"]] == [" graph", " graph", " program"]
-    assert f"{groups + 1} reductions are an exchange" in got["lines"][1]
+    assert f"{groups + 1} reductions an exchange" in got["lines"][1]
 
 
 # Reductions on gloo.
@@ -192,6 +192,48 @@ def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
             assert (on, off) == (["all_to_all_single"], ["reduce_scatter_tensor"])
             assert report == expected == {"reduce_scatter": 1}
             testing.assert_bitwise(x, y)  # and dtypes: a sum of integers is no int64
+
+
+LEAVES = {"a": (3, 4), "none": (0, 2), "one": (), "b": (5, 3), "c": (7,)}
+
+
+def _gathers() -> dict[str, Any]:
+    mesh = dbuf.init_mesh(("dp",))
+    out: dict[str, Any] = {}
+    for layout in (ShardLayout.PADDED, ShardLayout.UNPADDED):
+        for wire in (torch.float32, torch.bfloat16):
+            leaves = {
+                name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in LEAVES.items()
+            }
+            buf = dbuf.shard(leaves, mesh, RowAtomic(), layout=layout)
+            for name, read in {"unpacked": dbuf.unpack, "whole": lambda buf: buf.local}.items():
+
+                def gather(buf: dbuf.DBuffer, read: Any = read, wire: Any = wire) -> Any:
+                    return dbuf.tree.map(lambda x: x + 1, read(dbuf.allgather(buf, dtype=wire)))
+
+                for exchange in (True, False):
+                    jitted = dbuf.jit(gather, overlap=Overlap(exchange=exchange), options={"fx_graph_cache": False})
+                    values, (code,) = run_and_get_code(jitted, buf)
+                    key = f"{layout.value}, {wire}, {name}, {exchange}"
+                    ops = [op for op, _, _ in programs.collectives(code)]
+                    out[key] = ops, values, jitted.inspect(buf).collectives
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_gloo_a_gather_is_an_exchange_of_segments(ranks: int) -> None:
+    """The same numbers, whatever reads them and wherever a tensor lies; the report says what it means.
+
+    What is cast for the wire is gathered: this rank's own segment would be read as it was before it was rounded.
+    """
+    for got in testing.run(_gathers, world_size=ranks):
+        for key in [key for key in got if key.endswith("True")]:
+            (on, x, report), (off, y, expected) = got[key], got[key.replace("True", "False")]
+            exchanged = ["all_gather_into_tensor" if "bfloat16" in key else "all_to_all_single"]
+            assert (on, off) == (exchanged, ["all_gather_into_tensor"]), key
+            assert report == expected == {"all_gather": 1}
+            testing.assert_bitwise(x, y)
 
 
 def _clipped() -> int:

@@ -101,8 +101,17 @@ def test_gathered_buffers_stay_within_the_bound() -> None:
 
 def test_what_depends_on_nothing_waits_for_its_reader() -> None:
     """Zeros for an embedding's gradient were written at the start of a step and lived to its end."""
-    ops = [Op("compute"), Op("compute"), Op("compute", (1,), (1,)), Op("compute", (0, 2), (0, 2))]
+    ops = [Op("compute"), Op("compute", heavy=True), Op("compute", (1,), (1,)), Op("compute", (0, 2), (0, 2))]
     assert order_ops(ops).positions == (1, 2, 0, 3)
+
+
+def test_a_part_of_gathered_weights_waits_for_its_reader() -> None:
+    """Tensors of all groups were put together first, and all groups gathered for it."""
+    first, second = [Op("gather"), Op("wait", (0,), (0,))], [Op("gather", (0,)), Op("wait", (2,), (2,))]
+    parts = [Op("compute", (1,), (1,)), Op("compute", (3,), (3,))]
+    uses = [Op("compute", (4,), (4,), heavy=True), Op("compute", (5, 6), (5, 6), heavy=True)]
+    order = order_ops([*first, *second, *parts, *uses], groups_in_flight=1)
+    assert order.positions == (0, 1, 4, 2, 6, 3, 5, 7) and order.gathered_alive == 1
 
 
 def test_light_work_for_a_reduction_comes_first() -> None:

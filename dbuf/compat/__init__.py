@@ -6,7 +6,9 @@ private part of torch; `tests/test_compat.py` names each of these and fails when
 
 from dbuf.compat.inductor import ScheduledOp, compile_inductor
 from dbuf.compat.nodes import (
+    GATHER_START,
     annotate,
+    annotated,
     node_draws_random,
     node_is_backward,
     node_is_inlined,
@@ -24,6 +26,7 @@ from dbuf.compat.runtime import (
     TreeSpec,
     flatten_mesh,
     group_backend,
+    group_rank,
     inside_func_transform,
     storage_id,
 )
@@ -41,6 +44,7 @@ from dbuf.compat.tracing import (
 )
 
 __all__ = [
+    "GATHER_START",
     "OPTREE_GLOBAL",
     "BackendFailed",
     "FakeTensor",
@@ -51,6 +55,7 @@ __all__ = [
     "TreeSpec",
     "allow_in_graph",
     "annotate",
+    "annotated",
     "call_with_side_effects",
     "compile_inductor",
     "compile_once",
@@ -58,6 +63,7 @@ __all__ = [
     "flatten_mesh",
     "graph_breaks",
     "group_backend",
+    "group_rank",
     "inside_func_transform",
     "kept_in_backward",
     "merging_trace_length",

@@ -12,6 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
+from dbuf.compat.nodes import GATHER_START, node_mark
 from dbuf.compat.runtime import group_backend
 
 __all__ = ["ScheduledOp", "compile_inductor"]
@@ -25,7 +26,7 @@ class ScheduledOp:
         kind: `"gather"` and `"reduction"` (any collective but an all-gather) start a transfer, `"wait"` ends one.
         needs: Positions of the operations that have to come earlier, for whatever reason.
         reads: Those of them whose result it reads.
-        heavy: Whether it calls a kernel that Inductor did not write: a matrix product, attention.
+        heavy: Whether it calls a kernel that neither Inductor nor dbuf wrote: a matrix product, attention.
         alone: Whether it starts a transfer over gloo, during which no other may be under way.
     """
 
@@ -94,6 +95,7 @@ def _memory_of(value: Any, graph: Any) -> set[str]:
 
 def _scheduled_ops(nodes: list[Any]) -> list[ScheduledOp]:
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.ir import MultiOutput
     from torch._inductor.utils import contains_collective, contains_wait
 
     maker = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
@@ -104,12 +106,16 @@ def _scheduled_ops(nodes: list[Any]) -> list[ScheduledOp]:
         reads = tuple(sorted({j for j, dep in deps if not isinstance(dep, WeakDep)}))
         if contains_collective(node):
             alone = group_backend(node.node.constant_args[-1]) == "gloo"
-            kind = "gather" if "all_gather" in str(node.node.op_overload) else "reduction"
+            gathers = "all_gather" in str(node.node.op_overload) or any(
+                node_mark(origin, GATHER_START) for origin in node.node.origins
+            )
+            kind = "gather" if gathers else "reduction"
             ops.append(ScheduledOp(kind, needs, reads, alone=alone))  # type: ignore[arg-type]
         elif contains_wait(node):
             ops.append(ScheduledOp("wait", needs, reads))
         else:
-            ops.append(ScheduledOp("compute", needs, reads, heavy=node.is_extern()))
+            light = isinstance(node.node, MultiOutput) or str(getattr(node.node, "op_overload", "")).startswith("dbuf.")
+            ops.append(ScheduledOp("compute", needs, reads, heavy=node.is_extern() and not light))
     return ops
 
 

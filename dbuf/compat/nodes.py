@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch.fx.traceback import annotate
 
 __all__ = [
+    "GATHER_START",
     "annotate",
+    "annotated",
     "node_draws_random",
     "node_is_backward",
     "node_is_inlined",
@@ -17,6 +20,14 @@ __all__ = [
     "node_mark",
     "node_region",
 ]
+
+
+GATHER_START = "dbuf_gather_start"  # on what starts a gather and is no all-gather
+
+
+def annotated(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The `meta` of a graph node with what `annotate({key: True})` would have put on it."""
+    return {**meta, "custom": {**meta.get("custom", {}), key: True}}
 
 
 def node_is_backward(node: torch.fx.Node) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "TreeSpec",
     "flatten_mesh",
     "group_backend",
+    "group_rank",
     "inside_func_transform",
     "storage_id",
 ]
@@ -49,3 +50,8 @@ def flatten_mesh(mesh: DeviceMesh, axis_names: tuple[str, ...], name: str) -> No
 def group_backend(name: str) -> str:
     """`"gloo"`, `"nccl"`, ... of the process group that a collective in a graph names (2.13, 2.14)."""
     return torch.distributed.get_backend(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def group_rank(name: str) -> int:
+    """This process's rank in the process group that a collective in a graph names (2.13, 2.14)."""
+    return torch.distributed.get_rank(_resolve_process_group(name))  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ class _Run:
         self.needs = [self._all_needs(i) for i in range(len(ops))]
         self.before = self._wait_for_the_one_before()
         self.readers = self._readers_of_gathers()
+        self.lazy = self._lazy()
         self.done = [False] * len(ops)
         self.out: list[int] = []
         self.alive: set[int] = set()
@@ -103,9 +104,18 @@ class _Run:
                     readers[start].add(i)
         return readers
 
+    def _lazy(self) -> set[int]:
+        """Light compute that needs nothing but gathers, or nothing at all: constants, parts of weights."""
+        lazy = {wait for start, wait in self.wait_of.items() if self.ops[start].kind == "gather"}
+        lazy |= set(self.readers)
+        for i, op in enumerate(self.ops):
+            if op.kind == "compute" and not op.heavy and lazy.issuperset(self.needs[i]):
+                lazy.add(i)
+        return lazy
+
     def visit(self, i: int) -> None:
-        """A compute operation's turn has come. What depends on nothing is left until it is read."""
-        if self.done[i] or not self.needs[i]:
+        """A compute operation's turn has come. What needs no other, but gathers, is left until it is read."""
+        if self.done[i] or i in self.lazy:
             return
         if self.reductions and self._needs_late(i):
             self.late.append(i)

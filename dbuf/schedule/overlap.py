@@ -12,6 +12,7 @@ from dbuf.errors import DbufError, require_positive
 from dbuf.schedule.exchange import exchange_on_gloo
 from dbuf.schedule.gathers import prefetch_gathers
 from dbuf.schedule.order import order_ops
+from dbuf.schedule.pieces import gather_in_pieces_on_gloo
 
 __all__ = ["Overlap"]
 
@@ -24,8 +25,8 @@ class Overlap:
         gathers: Start gathers of `gathered` early, as far as `groups_in_flight` allows.
         reductions: Wait for reductions late: when the next one has started.
         groups_in_flight: Gathered groups alive at once, the one in use included.
-        exchange: On gloo, reduce by an all-to-all and a local sum: half the bytes, and sums in fp32. From three ranks
-            on a sum may then differ from eager's in its last bit.
+        exchange: On gloo, gather and reduce by an all-to-all: gathers without a copy, reductions with a local sum,
+            half the bytes, and sums in fp32. From three ranks on a sum may then differ from eager's in its last bit.
         report: Called with a line about what was done, such as `print`, at every compilation.
     """
 
@@ -45,8 +46,9 @@ class Overlap:
 
     def translate(self, graph: Graph) -> None:
         """Put collectives that a backend is slow at in other terms, after a report has been read."""
-        changed = exchange_on_gloo(graph) if self.exchange else 0
-        self._say(f"graph: {changed} reductions are an exchange and a local sum")
+        gathers = gather_in_pieces_on_gloo(graph) if self.exchange else 0
+        reductions = exchange_on_gloo(graph) if self.exchange else 0
+        self._say(f"graph: {gathers} gathers are an exchange, {reductions} reductions an exchange and a local sum")
 
     def place(self, ops: list[ScheduledOp]) -> list[int]:
         """The order in which a program of Inductor's issues its operations."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 __all__ = ["insert_call", "keeps_values", "origin"]
 
@@ -30,6 +31,7 @@ def origin(node: Node) -> Node:
 def insert_call(graph: Graph, meta: Mapping[str, Any], op: Any, *args: Any, **kwargs: Any) -> Node:
     """Call `op` where the graph inserts nodes now, with the value that its inputs' values give."""
     node = graph.call_function(op, args, kwargs)
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    values: Any = map_arg(args, lambda arg: arg.meta["val"])
     node.meta = {**meta, "val": op(*values, **kwargs)}
+    node.meta.pop("eager_input_vals", None)  # of the node whose place it takes; Inductor lays out by them
     return node

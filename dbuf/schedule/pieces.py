@@ -1,0 +1,122 @@
+"""Gathers on gloo, which copies all that it gathers once more than needed."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from dbuf.collectives import ALL_GATHER, ALL_TO_ALL, WAIT_FOR
+from dbuf.compat import GATHER_START, annotated, group_backend, group_rank
+from dbuf.schedule.values import insert_call, keeps_values
+
+__all__ = ["JOIN", "gather_in_pieces_on_gloo"]
+
+Piece = tuple[Node, int, int]  # a 1-D tensor, and from where to where
+
+_aten = torch.ops.aten
+
+# Inductor fuses its own `cat` with anything: also that of one group's weights with that of the next group's.
+_LIBRARY = torch.library.Library("dbuf", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("join(Tensor[] parts) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("join", torch.cat, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+JOIN = torch.ops.dbuf.join.default
+
+
+def gather_in_pieces_on_gloo(graph: Graph) -> int:
+    """Turn every all-gather over a gloo group into an all-to-all in which each rank sends the others its segment.
+
+    gloo gathers into memory of its own and copies all of it. The exchange receives in place what a rank lacks. A
+    tensor that lies in one segment is then a view of this rank's own, or of what has arrived; only what crosses a
+    border is put together. A report that is read before this pass says what a step means. Other backends keep theirs,
+    and so do segments that are cast for the wire: Inductor would read this rank's own before it is rounded.
+
+    Args:
+        graph: A flat graph, changed in place.
+
+    Returns:
+        The number of gathers changed.
+    """
+    changed = 0
+    for node in list(graph.nodes):
+        waits = list(node.users)
+        if node.target is not ALL_GATHER or any(wait.target is not WAIT_FOR for wait in waits):
+            continue
+        x, ranks, group = node.args
+        own = x.meta["val"]
+        fits = own.ndim == 1 and isinstance(own.numel(), int) and own.numel() and not _is_rounded(x)
+        if not fits or group_backend(group) != "gloo":
+            continue
+        rank, numel = group_rank(group), own.numel()
+        each = [numel * (other != rank) for other in range(ranks)]
+        meta = annotated(node.meta, GATHER_START)
+        with graph.inserting_before(node):
+            sent = x if ranks == 2 else insert_call(graph, node.meta, _aten.cat.default, [x] * (ranks - 1))
+            start = insert_call(graph, meta, ALL_TO_ALL, sent, each, each, group)
+        for wait in waits:
+            with graph.inserting_before(wait):
+                arrived = insert_call(graph, wait.meta, WAIT_FOR, start)
+            pieces = [(arrived, 0, rank * numel), (x, 0, numel), (arrived, rank * numel, (ranks - 1) * numel)]
+            _read_pieces(graph, wait, [piece for piece in pieces if piece[1] < piece[2]])
+        graph.erase_node(node)
+        changed += 1
+    return changed
+
+
+def _is_rounded(x: Node) -> bool:
+    """Whether a cast has made a tensor, or one that it was cut or put together from."""
+    stack, seen = [x], {x}
+    while stack:
+        node = stack.pop()
+        if node.target is torch.ops.prims.convert_element_type.default:
+            return True
+        if keeps_values(node) or node.target in (_aten.cat.default, _aten.constant_pad_nd.default):
+            stack.extend(source for source in node.all_input_nodes if source not in seen)
+            seen.update(node.all_input_nodes)
+    return False
+
+
+def _read_pieces(graph: Graph, whole: Node, pieces: list[Piece]) -> None:
+    """Have what reads `whole` read the pieces that it consists of; `whole` goes."""
+    for user in list(whole.users):
+        args: Any = user.args[1:]
+        if user.target is _aten.slice.Tensor and len(args) == 3 and args[0] == 0 and 0 <= args[1] <= args[2]:
+            _replace(graph, user, _cut(pieces, args[1], args[2]))
+        elif user.target is _aten.split_with_sizes.default:
+            ends = list(itertools.accumulate(args[0]))
+            for part in [part for part in user.users if part.target is operator.getitem]:
+                i: Any = part.args[1]
+                _replace(graph, part, _cut(pieces, ends[i] - args[0][i], ends[i]))
+            if not user.users:
+                graph.erase_node(user)
+    if whole.users:
+        _replace(graph, whole, pieces)
+    else:
+        graph.erase_node(whole)
+
+
+def _cut(pieces: list[Piece], begin: int, end: int) -> list[Piece]:
+    """What of the pieces lies from `begin` to `end`, counted in all of them together."""
+    found, at = [], 0
+    for node, first, last in pieces:
+        low, high = max(begin, at), min(end, at + last - first)
+        if low < high:
+            found.append((node, first + low - at, first + high - at))
+        at += last - first
+    return found or [(pieces[0][0], 0, 0)]
+
+
+def _replace(graph: Graph, node: Node, pieces: list[Piece]) -> None:
+    """Put the pieces, one after the other, in the place of a node."""
+    with graph.inserting_before(node):
+        parts = []
+        for source, begin, end in pieces:
+            is_all = (begin, end) == (0, source.meta["val"].numel())
+            cut = source if is_all else insert_call(graph, node.meta, _aten.slice.Tensor, source, 0, begin, end)
+            parts.append(cut)
+        whole = parts[0] if len(parts) == 1 else insert_call(graph, node.meta, JOIN, parts)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
