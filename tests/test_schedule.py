@@ -225,7 +225,7 @@ def _gathers() -> dict[str, Any]:
 def test_on_gloo_a_gather_is_an_exchange_of_segments(ranks: int) -> None:
     """The same numbers, whatever reads them and wherever a tensor lies; the report says what it means.
 
-    What is cast for the wire is gathered: this rank's own segment would be read as it was before it was rounded.
+    What travels in bf16 is gathered: this rank's own segment would be read as it was before it was rounded.
     """
     for got in testing.run(_gathers, world_size=ranks):
         for key in [key for key in got if key.endswith("True")]:

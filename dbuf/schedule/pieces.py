@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from dbuf.collectives import ALL_GATHER, ALL_TO_ALL, WAIT_FOR
 from dbuf.compat import GATHER_START, annotated, group_backend, group_rank
-from dbuf.schedule.values import insert_call, keeps_values
+from dbuf.schedule.values import insert_call
 
 __all__ = ["JOIN", "gather_in_pieces_on_gloo"]
 
@@ -32,7 +32,8 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
     gloo gathers into memory of its own and copies all of it. The exchange receives in place what a rank lacks. A
     tensor that lies in one segment is then a view of this rank's own, or of what has arrived; only what crosses a
     border is put together. A report that is read before this pass says what a step means. Other backends keep theirs,
-    and so do segments that are cast for the wire: Inductor would read this rank's own before it is rounded.
+    and so does what travels in bf16 or fp16: Inductor would read this rank's own segment before it is rounded. All
+    ranks say the same: they decide by what is alike on all of them, and not by how a segment came about.
 
     Args:
         graph: A flat graph, changed in place.
@@ -47,8 +48,9 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
             continue
         x, ranks, group = node.args
         own = x.meta["val"]
-        fits = own.ndim == 1 and isinstance(own.numel(), int) and own.numel() and not _is_rounded(x)
-        if not fits or group_backend(group) != "gloo":
+        fits = own.ndim == 1 and isinstance(own.numel(), int) and own.numel()
+        narrow = own.dtype.is_floating_point and own.dtype.itemsize < 4
+        if not fits or narrow or group_backend(group) != "gloo":
             continue
         rank, numel = group_rank(group), own.numel()
         each = [numel * (other != rank) for other in range(ranks)]
@@ -64,19 +66,6 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
         graph.erase_node(node)
         changed += 1
     return changed
-
-
-def _is_rounded(x: Node) -> bool:
-    """Whether a cast has made a tensor, or one that it was cut or put together from."""
-    stack, seen = [x], {x}
-    while stack:
-        node = stack.pop()
-        if node.target is torch.ops.prims.convert_element_type.default:
-            return True
-        if keeps_values(node) or node.target in (_aten.cat.default, _aten.constant_pad_nd.default):
-            stack.extend(source for source in node.all_input_nodes if source not in seen)
-            seen.update(node.all_input_nodes)
-    return False
 
 
 def _read_pieces(graph: Graph, whole: Node, pieces: list[Piece]) -> None:
