@@ -236,6 +236,32 @@ def test_on_gloo_a_gather_is_an_exchange_of_segments(ranks: int) -> None:
             testing.assert_bitwise(x, y)
 
 
+def _gathered_and_donated() -> dict[str, Any]:
+    mesh = dbuf.init_mesh(("dp",))
+    buf = dbuf.shard({name: torch.ones(shape) for name, shape in LEAVES.items()}, mesh, RowAtomic())
+
+    def step(buf: dbuf.DBuffer, factor: torch.Tensor) -> Any:
+        before = dbuf.unpack(dbuf.allgather(buf))
+        return (
+            dbuf.tree.map(lambda x: x * factor, buf),
+            before,
+            {name: t.T for name, t in before.items() if t.ndim == 2},
+        )
+
+    new, *before = dbuf.jit(step, donate_argnums=0)(buf, torch.tensor(2.0))
+    memory = new.local.untyped_storage().data_ptr()
+    shared = [t.untyped_storage().data_ptr() == memory for tree in before for t in tree.values() if t.numel()]
+    values = {t.unique().item() for tree in before for t in tree.values() if t.numel()}
+    return {"shared": any(shared), "before": values, "after": set(new.local.unique().tolist()) - {0.0}}
+
+
+@pytest.mark.slow
+def test_gathered_weights_that_are_returned_are_no_views_of_what_is_donated() -> None:
+    """Was wrong: a tensor of this rank's own segment was the donated memory, and held the new values."""
+    for got in testing.run(_gathered_and_donated, world_size=2):
+        assert got == {"shared": False, "before": {1.0}, "after": {2.0}}
+
+
 def _clipped() -> int:
     """The most full-size buffers of an exchange alive at once, in a step that needs all gradients for their norm."""
     mesh, width = dbuf.init_mesh(("dp",)), 32

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from dbuf.collectives import ALL_GATHER, ALL_TO_ALL, WAIT_FOR
 from dbuf.compat import GATHER_START, annotated, group_backend, group_rank
-from dbuf.schedule.values import insert_call
+from dbuf.schedule.values import insert_call, keeps_values
 
 __all__ = ["JOIN", "gather_in_pieces_on_gloo"]
 
@@ -41,7 +41,7 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
     Returns:
         The number of gathers changed.
     """
-    changed = 0
+    changed, kept = 0, _read_late(graph)
     for node in list(graph.nodes):
         waits = list(node.users)
         if node.target is not ALL_GATHER or any(wait.target is not WAIT_FOR for wait in waits):
@@ -62,27 +62,45 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
             with graph.inserting_before(wait):
                 arrived = insert_call(graph, wait.meta, WAIT_FOR, start)
             pieces = [(arrived, 0, rank * numel), (x, 0, numel), (arrived, rank * numel, (ranks - 1) * numel)]
-            _read_pieces(graph, wait, [piece for piece in pieces if piece[1] < piece[2]])
+            _read_pieces(graph, wait, [piece for piece in pieces if piece[1] < piece[2]], kept)
         graph.erase_node(node)
         changed += 1
     return changed
 
 
-def _read_pieces(graph: Graph, whole: Node, pieces: list[Piece]) -> None:
+def _read_late(graph: Graph) -> set[Node]:
+    """Nodes that are returned, or read once an argument has been written, as they are or through views.
+
+    This rank's own segment may be an argument's memory: these need a copy of it.
+    """
+    kept: set[Node] = set()
+    written = False
+    late = set()
+    for node in graph.nodes:
+        written |= node.target is _aten.copy_.default
+        if written or node.op == "output":
+            late.add(node)
+    for node in reversed(list(graph.nodes)):
+        if any(user in late or (user in kept and keeps_values(user)) for user in node.users):
+            kept.add(node)
+    return kept
+
+
+def _read_pieces(graph: Graph, whole: Node, pieces: list[Piece], kept: set[Node]) -> None:
     """Have what reads `whole` read the pieces that it consists of; `whole` goes."""
     for user in list(whole.users):
         args: Any = user.args[1:]
         if user.target is _aten.slice.Tensor and len(args) == 3 and args[0] == 0 and 0 <= args[1] <= args[2]:
-            _replace(graph, user, _cut(pieces, args[1], args[2]))
+            _replace(graph, user, _cut(pieces, args[1], args[2]), copy=user in kept)
         elif user.target is _aten.split_with_sizes.default:
             ends = list(itertools.accumulate(args[0]))
             for part in [part for part in user.users if part.target is operator.getitem]:
                 i: Any = part.args[1]
-                _replace(graph, part, _cut(pieces, ends[i] - args[0][i], ends[i]))
+                _replace(graph, part, _cut(pieces, ends[i] - args[0][i], ends[i]), copy=part in kept)
             if not user.users:
                 graph.erase_node(user)
     if whole.users:
-        _replace(graph, whole, pieces)
+        _replace(graph, whole, pieces, copy=True)
     else:
         graph.erase_node(whole)
 
@@ -98,14 +116,14 @@ def _cut(pieces: list[Piece], begin: int, end: int) -> list[Piece]:
     return found or [(pieces[0][0], 0, 0)]
 
 
-def _replace(graph: Graph, node: Node, pieces: list[Piece]) -> None:
-    """Put the pieces, one after the other, in the place of a node."""
+def _replace(graph: Graph, node: Node, pieces: list[Piece], copy: bool) -> None:
+    """Put the pieces, one after the other, in the place of a node; a lone one as a view, or else as a copy."""
     with graph.inserting_before(node):
         parts = []
         for source, begin, end in pieces:
             is_all = (begin, end) == (0, source.meta["val"].numel())
             cut = source if is_all else insert_call(graph, node.meta, _aten.slice.Tensor, source, 0, begin, end)
             parts.append(cut)
-        whole = parts[0] if len(parts) == 1 else insert_call(graph, node.meta, JOIN, parts)
+        whole = parts[0] if len(parts) == 1 and not copy else insert_call(graph, node.meta, JOIN, parts)
     node.replace_all_uses_with(whole)
     graph.erase_node(node)
