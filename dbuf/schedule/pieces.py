@@ -19,7 +19,7 @@ Piece = tuple[Node, int, int]  # a 1-D tensor, and from where to where
 
 _aten = torch.ops.aten
 
-# Inductor fuses its own `cat` with anything: also that of one group's weights with that of the next group's.
+# Inductor fuses its own `cat` with anything: also what one group needs of it with what the next group does.
 _LIBRARY = torch.library.Library("dbuf", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("join(Tensor[] parts) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("join", torch.cat, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
         each = [numel * (other != rank) for other in range(ranks)]
         meta = annotated(node.meta, GATHER_START)
         with graph.inserting_before(node):
-            sent = x if ranks == 2 else insert_call(graph, node.meta, _aten.cat.default, [x] * (ranks - 1))
+            sent = x if ranks == 2 else insert_call(graph, node.meta, JOIN, [x] * (ranks - 1))
             start = insert_call(graph, meta, ALL_TO_ALL, sent, each, each, group)
         for wait in waits:
             with graph.inserting_before(wait):
