@@ -49,7 +49,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.init_device_mesh": ("dbuf.mesh",),
     # A worker of the test pool is what torchrun is to a user: it makes the ranks that the mesh finds.
     "torch.distributed.init_process_group": ("dbuf.mesh", "dbuf.testing.worker"),
-    "torch.distributed.destroy_process_group": ("dbuf.mesh", "dbuf.testing.worker"),
+    "torch.distributed.destroy_process_group": ("dbuf.mesh", "dbuf.testing.worker", "dbuf.compat.runtime"),
     "torch.distributed.new_group": ("dbuf.mesh",),
     "torch.ops._c10d_functional": ("dbuf.collectives",),
     "hypothesis": ("dbuf.testing.strategies",),

@@ -487,6 +487,18 @@ def test_group_backend_and_group_rank_of_the_name_in_a_graph() -> None:
     assert run(backend_of_a_group, world_size=2) == [("gloo", 0), ("gloo", 1)]
 
 
+def groups_left() -> tuple[int, bool]:
+    group = torch.distributed.new_group([0, 1])
+    compat.destroy_subgroups()
+    with pytest.raises(ValueError, match="Invalid process group"):
+        torch.distributed.destroy_process_group(group)
+    return torch.distributed.get_world_size(), torch.distributed.is_initialized()
+
+
+def test_destroy_subgroups_keeps_the_default_group() -> None:
+    assert run(groups_left, world_size=2) == [(2, True)] * 2
+
+
 def flattened() -> tuple[list[int], str]:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     compat.flatten_mesh(mesh, ("outer", "inner"), "outer_inner")

@@ -11,7 +11,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
+    _world,
+)
 from torch.utils._pytree import GetAttrKey, TreeSpec
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "GetAttrKey",
     "NeedsRealTensors",
     "TreeSpec",
+    "destroy_subgroups",
     "flatten_mesh",
     "group_backend",
     "group_rank",
@@ -55,3 +59,10 @@ def group_backend(name: str) -> str:
 def group_rank(name: str) -> int:
     """This process's rank in the process group that a collective in a graph names (2.13, 2.14)."""
     return torch.distributed.get_rank(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def destroy_subgroups() -> None:
+    """End every process group but the default one; torch itself only lists them in `_world` (2.13, 2.14)."""
+    for group in list(_world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)

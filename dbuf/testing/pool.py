@@ -32,8 +32,6 @@ T = TypeVar("T")
 _LEAVE_TIMEOUT_S = 20.0
 _GRACE_S = 5.0  # after one rank failed: the others may still report, or hang in a collective
 _POLL_S = 0.25
-# Then a fresh default group, which ends the sub-groups of the cases: gloo's thread for each wakes 100 times a second.
-_CASES_PER_GROUP = 4
 
 
 def run(fn: Callable[..., T], *args: object, world_size: int = 4, timeout_s: float = 120.0) -> list[T]:
@@ -104,7 +102,6 @@ class Pool:
         self._sender = Sender()
         self._group_size = 0  # ranks in the current default group; 0 when there is none
         self._in_step = True  # whether those ranks have issued the same collectives
-        self._cases_in_group = 0
         self._cases = 0
 
     def run(self, fn: Callable[..., T], args: Sequence[object], world_size: int, timeout_s: float) -> list[T]:
@@ -159,10 +156,9 @@ class Pool:
 
     def _regroup(self, world_size: int) -> None:
         """Drop the default group when it does not fit the next case; its ranks make a new one on entry."""
-        fits = self._group_size == world_size and self._in_step
-        if not fits or self._cases_in_group >= _CASES_PER_GROUP:
+        if self._group_size != world_size or not self._in_step:
             self._leave_group()
-            self._group_size, self._cases_in_group = world_size, 0
+            self._group_size = world_size
 
     def _leave_group(self) -> None:
         members = self._workers[: self._group_size]
@@ -176,7 +172,6 @@ class Pool:
 
     def _run_case(self, payload: bytes, world_size: int, timeout_s: float) -> list[Answer]:
         self._cases += 1
-        self._cases_in_group += 1
         store = os.path.join(self._folder, f"store-{self._cases}")
         path, cwd = import_path(), os.getcwd()
         workers = self._workers[:world_size]
