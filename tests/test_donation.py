@@ -259,7 +259,9 @@ def _whole_step(layers: int, padded: bool, overlap: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("padded", "overlap"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("padded", "overlap"), [pytest.param(False, True, marks=pytest.mark.exhaustive), (True, False), (True, True)]
+)
 def test_peak_of_a_whole_step_grows_by_activations_and_shards_alone(padded: bool, overlap: bool) -> None:
     """ISEEKYAN/Megatron-LM#158: the inputs of all reduce-scatters must not be alive at once.
 

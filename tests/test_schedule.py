@@ -165,21 +165,30 @@ def test_what_runs_behind_compute_and_what_is_alive() -> None:
 # Reductions on gloo.
 
 
-def _reduce(buf: dbuf.DBuffer) -> dbuf.DBuffer:
-    return dbuf.reduce_scatter(buf, RowAtomic())
+DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 
-def _reductions() -> dict[str, Any]:
-    mesh, rank = dbuf.init_mesh(("dp",)), dist.get_rank()
-    out: dict[str, Any] = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.int32):
-        whole = dbuf.shard({"w": torch.arange(14, dtype=dtype) * (rank + 1)}, mesh, Partial())
-        for exchange in (True, False):
-            reduce = dbuf.jit(_reduce, overlap=Overlap(exchange=exchange), options={"fx_graph_cache": False})
-            reduced, (code,) = run_and_get_code(reduce, whole)
-            ops = [op for op, _, _ in programs.collectives(code)]
-            out[f"{dtype} {exchange}"] = ops, reduced.local, reduce.inspect(whole).collectives
+def _reduce(bufs: dict[str, dbuf.DBuffer]) -> dict[str, dbuf.DBuffer]:
+    return dbuf.reduce_scatter(bufs, RowAtomic())
+
+
+def _with_and_without_exchange(fn: Any, *args: Any) -> dict[bool, Any]:
+    """What a program does, what it returns and what it reports."""
+    out = {}
+    for exchange in (True, False):
+        jitted = dbuf.jit(fn, overlap=Overlap(exchange=exchange), options={"fx_graph_cache": False})
+        values, (code,) = run_and_get_code(jitted, *args)
+        ops = [op for op, _, _ in programs.collectives(code)]
+        out[exchange] = ops, values, jitted.inspect(*args).collectives
     return out
+
+
+def _reductions() -> dict[bool, Any]:
+    mesh, rank = dbuf.init_mesh(("dp",)), dist.get_rank()
+    whole = {
+        str(dtype): dbuf.shard({"w": torch.arange(14, dtype=dtype) * (rank + 1)}, mesh, Partial()) for dtype in DTYPES
+    }
+    return _with_and_without_exchange(_reduce, whole)
 
 
 @pytest.mark.slow
@@ -187,53 +196,45 @@ def _reductions() -> dict[str, Any]:
 def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
     """The same numbers; the report says what it means."""
     for got in testing.run(_reductions, world_size=ranks):
-        for dtype in ("torch.float32", "torch.bfloat16", "torch.int32"):
-            (on, x, report), (off, y, expected) = got[f"{dtype} True"], got[f"{dtype} False"]
-            assert (on, off) == (["all_to_all_single"], ["reduce_scatter_tensor"])
-            assert report == expected == {"reduce_scatter": 1}
-            testing.assert_bitwise(x, y)  # and dtypes: a sum of integers is no int64
+        (on, x, report), (off, y, expected) = got[True], got[False]
+        assert (on, off) == (["all_to_all_single"] * len(DTYPES), ["reduce_scatter_tensor"] * len(DTYPES))
+        assert report == expected == {"reduce_scatter": len(DTYPES)}
+        for name in x:
+            testing.assert_bitwise(x[name].local, y[name].local)  # and dtypes: a sum of integers is no int64
 
 
 LEAVES = {"a": (3, 4), "none": (0, 2), "one": (), "b": (5, 3), "c": (7,)}
+LAYOUTS = (ShardLayout.PADDED, ShardLayout.UNPADDED)
 
 
-def _gathers() -> dict[str, Any]:
-    mesh = dbuf.init_mesh(("dp",))
-    out: dict[str, Any] = {}
-    for layout in (ShardLayout.PADDED, ShardLayout.UNPADDED):
-        for wire in (torch.float32, torch.bfloat16):
-            leaves = {
-                name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in LEAVES.items()
-            }
-            buf = dbuf.shard(leaves, mesh, RowAtomic(), layout=layout)
-            for name, read in {"unpacked": dbuf.unpack, "whole": lambda buf: buf.local}.items():
+def _gather(bufs: list[dbuf.DBuffer], wire: torch.dtype) -> Any:
+    """Each buffer twice, by two gathers: one that is unpacked and one that is read as it is."""
+    unpacked, whole = ([dbuf.allgather(buf, dtype=wire) for buf in bufs] for _ in range(2))
+    return dbuf.tree.map(lambda x: x + 1, ([dbuf.unpack(buf) for buf in unpacked], [buf.local for buf in whole]))
 
-                def gather(buf: dbuf.DBuffer, read: Any = read, wire: Any = wire) -> Any:
-                    return dbuf.tree.map(lambda x: x + 1, read(dbuf.allgather(buf, dtype=wire)))
 
-                for exchange in (True, False):
-                    jitted = dbuf.jit(gather, overlap=Overlap(exchange=exchange), options={"fx_graph_cache": False})
-                    values, (code,) = run_and_get_code(jitted, buf)
-                    key = f"{layout.value}, {wire}, {name}, {exchange}"
-                    ops = [op for op, _, _ in programs.collectives(code)]
-                    out[key] = ops, values, jitted.inspect(buf).collectives
-    return out
+def _gathers(wire: torch.dtype) -> dict[bool, Any]:
+    mesh, generator = dbuf.init_mesh(("dp",)), torch.Generator().manual_seed(0)
+    leaves = {name: torch.randn(shape, generator=generator) for name, shape in LEAVES.items()}
+    bufs = [dbuf.shard(leaves, mesh, RowAtomic(), layout=layout) for layout in LAYOUTS]
+    return _with_and_without_exchange(_gather, bufs, wire)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_on_gloo_a_gather_is_an_exchange_of_segments(ranks: int) -> None:
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_gloo_a_gather_is_an_exchange_of_segments(wire: torch.dtype, ranks: int) -> None:
     """The same numbers, whatever reads them and wherever a tensor lies; the report says what it means.
 
     What travels in bf16 is gathered: this rank's own segment would be read as it was before it was rounded.
     """
-    for got in testing.run(_gathers, world_size=ranks):
-        for key in [key for key in got if key.endswith("True")]:
-            (on, x, report), (off, y, expected) = got[key], got[key.replace("True", "False")]
-            exchanged = ["all_gather_into_tensor" if "bfloat16" in key else "all_to_all_single"]
-            assert (on, off) == (exchanged, ["all_gather_into_tensor"]), key
-            assert report == expected == {"all_gather": 1}
-            testing.assert_bitwise(x, y)
+    gathers = 2 * len(LAYOUTS)
+    for got in testing.run(_gathers, wire, world_size=ranks):
+        (on, x, report), (off, y, expected) = got[True], got[False]
+        exchanged = "all_to_all_single" if wire == torch.float32 else "all_gather_into_tensor"
+        assert (on, off) == ([exchanged] * gathers, ["all_gather_into_tensor"] * gathers)
+        assert report == expected == {"all_gather": gathers}
+        testing.assert_bitwise(x, y)
 
 
 def _gathered_and_donated() -> dict[str, Any]:

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "examples" / "train_lm.py")
-TINY = ["--steps=12", "--width=32", "--layers=2", "--heads=2", "--batch=4", "--context=32", "--lr=1e-2"]
+TINY = ["--steps=12", "--width=32", "--layers=1", "--heads=2", "--batch=4", "--context=32", "--lr=1e-2"]
 KEYS = {
     "heldout_nats_per_byte",
     "first_heldout",
@@ -77,21 +78,25 @@ def _check_run(done: subprocess.CompletedProcess[str], out: Path, ranks: int) ->
     return result
 
 
-@pytest.mark.slow
-def test_eager_in_one_process(tmp_path: Path) -> None:
-    done = _train(*TINY, "--eager", f"--out={tmp_path}")
-    _check_run(done, tmp_path, ranks=1)
-    assert len(re.findall("held-out loss", done.stderr)) == 13
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """A run in one process, uncompiled, and its result."""
+    out = tmp_path_factory.mktemp("alone")
+    done = _train(*TINY, "--eager", f"--out={out}")
+    return done, _check_run(done, out, ranks=1)
 
 
 @pytest.mark.slow
-def test_compiled_by_two_processes_equals_one(tmp_path: Path) -> None:
+def test_eager_in_one_process(alone: Any) -> None:
+    assert len(re.findall("held-out loss", alone[0].stderr)) == 13
+
+
+@pytest.mark.slow
+def test_compiled_by_two_processes_equals_one(alone: Any, tmp_path: Path) -> None:
     """One graph, compiled once; the batch is cut between ranks, so two ranks see the losses of one (uncompiled)."""
-    options = [*TINY, "--layers=1", f"--out={tmp_path}"]
-    alone = _check_run(_train(*options, "--eager"), tmp_path, ranks=1)
-    both = _check_run(_train(*options, ranks=2), tmp_path, ranks=2)
+    both = _check_run(_train(*TINY, f"--out={tmp_path}", ranks=2), tmp_path, ranks=2)
     assert (both["graph_breaks"], both["compiles"]) == (0, 1)
-    assert both["heldout_nats_per_byte"] == pytest.approx(alone["heldout_nats_per_byte"], abs=1e-3)
+    assert both["heldout_nats_per_byte"] == pytest.approx(alone[1]["heldout_nats_per_byte"], abs=1e-3)
     # Three groups: block and head are gathered twice; the embedding's backward reads no weight.
     assert both["collectives"] == {"all_gather": 5, "reduce_scatter": 3}
     assert both["scalar_collectives"] == {"all_reduce": 2}  # the loss and the gradients' norm
