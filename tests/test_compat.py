@@ -90,6 +90,28 @@ def test_register_constant_runs_methods_for_real_and_guards_by_equality() -> Non
     assert compiled(torch.ones(1), Sizes((5, 5))).item() == 10 and compiles == 2, "another value did not"
 
 
+class Named:
+    """A constant that generated code asks for by name."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named)
+
+    def __hash__(self) -> int:
+        return 7
+
+
+compat.register_constant(Named, ("__eq__", "__hash__"))
+
+
+def test_forget_programs_drops_constants_of_which_the_last_of_equal_ones_counted() -> None:
+    first, second = Named(), Named()
+    expressions = {one.__fx_repr__()[0] for one in (first, second)}  # type: ignore[attr-defined]
+    assert expressions == {"constant('Named_7')"} and tracing.constant("Named_7") is second
+    compat.forget_programs()
+    with pytest.raises(KeyError):
+        tracing.constant("Named_7")
+
+
 def test_opaque_object_has_one_of_its_two_names() -> None:
     assert tracing.opaque_object.MemberType.USE_REAL is not None
     names = ("register_custom_class", "register_opaque_type")

@@ -24,6 +24,7 @@ __all__ = [
     "call_with_side_effects",
     "compile_once",
     "compile_program",
+    "forget_programs",
     "graph_breaks",
     "kept_in_backward",
     "merging_trace_length",
@@ -55,7 +56,7 @@ def register_constant(cls: type[_T], members: tuple[str, ...]) -> type[_T]:
 
 @functools.cache
 def _constants() -> dict[str, Any]:
-    """What generated code may ask for by name; a program keeps its constants as long as it lives."""
+    """What generated code may ask for by name, until `forget_programs`."""
     return {}
 
 
@@ -66,9 +67,16 @@ def constant(name: str) -> Any:
 
 def _name_constant(self: Any) -> tuple[str, dict[str, Any]]:
     name = f"{type(self).__name__}_{hash(self) & 0xFFFFFFFFFFFFFFFF:x}"
-    while _constants().setdefault(name, self) != self:
+    while _constants().get(name, self) != self:
         name += "_"
+    _constants()[name] = self  # the last of equal ones: a mesh equals one whose groups have been destroyed
     return f"constant({name!r})", {"constant": constant}
+
+
+def forget_programs() -> None:
+    """Drop what was compiled, by `torch.compiler.reset`, and the constants of it, which keep meshes and groups."""
+    torch.compiler.reset()
+    _constants().clear()
 
 
 class trace_autograd:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from dbuf.compat import destroy_subgroups
+from dbuf.compat import destroy_subgroups, forget_programs
 from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
 _CASES_PER_SWEEP = 50
@@ -129,8 +129,7 @@ def _tidy(sweep: bool) -> None:
     What outlives a case is mostly the compiler's own: half a second to look through, as long as many cases take. So it
     is set aside, and looked through in a sweep.
     """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    forget_programs()
     if sweep:
         gc.unfreeze()
     gc.collect()
