@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -135,11 +136,13 @@ class Jitted(Generic[P, R]):
         self._dynamic = dynamic
         self._options = options
         self._programs: dict[Hashable, _Program] = {}
+        self._world: Callable[[], Any] = lambda: None
+        self._compiles_before = 0  # in worlds that have ended
 
     @property
     def compiles(self) -> int:
         """Programs compiled so far, those for further shapes of a batch included."""
-        return sum(program.compiles for program in self._programs.values())
+        return self._compiles_before + sum(program.compiles for program in self._programs.values())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the program for these arguments, compiling it first when their structure or specs are new."""
@@ -158,6 +161,8 @@ class Jitted(Generic[P, R]):
         return dataclasses.replace(report, compiles=self.compiles)
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        if self._world() is not meshes.world():
+            self._leave_world()
         key = (trees.signature((args, kwargs)), forms_of_donated(args, self.donate_argnums))
         program = self._programs.get(key)
         if program is None:
@@ -173,6 +178,12 @@ class Jitted(Generic[P, R]):
             program = _Program(fn, self._overlap, self._dynamic, self._options, _axes(buffers((args, kwargs))))
             self._programs[key] = program
         return program
+
+    def _leave_world(self) -> None:
+        """Drop programs: they know groups by names, which in a new world may be those of other ranks."""
+        self._compiles_before = self.compiles
+        self._programs.clear()
+        self._world = weakref.ref(meshes.world())
 
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Let mistakes show before anything is traced: those of `fn`, and results that do not pair.

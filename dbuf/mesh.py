@@ -30,6 +30,7 @@ __all__ = [
     "shape_of",
     "suffix_group",
     "sum_over",
+    "world",
 ]
 
 
@@ -141,6 +142,11 @@ def shape_of(mesh: DeviceMesh) -> tuple[int, ...]:
 def runs_together(mesh: DeviceMesh) -> bool:
     """Whether two collectives may be under way at once: gloo then crashes now and then, or loses a message."""
     return dist.get_backend(mesh.get_group(0)) != "gloo"
+
+
+def world() -> Any:
+    """The default process group, another object in each world that a process starts; None outside of one."""
+    return dist.group.WORLD
 
 
 def axis_group(mesh: DeviceMesh, axis: int) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import dbuf
@@ -292,6 +294,34 @@ def test_collectives_stand_in_the_same_order_on_every_rank() -> None:
     first, *others = testing.run(_same_order, world_size=3)
     assert len(first) >= 9
     assert all([kind for kind, _ in other] == [kind for kind, _ in first] for other in others)
+
+
+_WHOLE = dbuf.jit(lambda buf: dbuf.allgather(buf))
+
+
+def _two_worlds() -> list[Any]:
+    """One jitted function in two worlds whose groups of one name are of other ranks."""
+    rank, ranks, out = dist.get_rank(), dist.get_world_size(), []
+    for groups_before in ([], [[0, 3], [1, 2]]):
+        for members in groups_before:
+            dist.new_group(members)
+        mesh = dbuf.init_mesh(("outer", "inner"), (2, 2))
+        zeros = dbuf.shard({"w": torch.zeros(2, 2)}, mesh, (Replicate(), RowAtomic()), dp_size=2)
+        got = _WHOLE(tree.map(lambda x, rank=rank: x + rank, zeros))
+        names = [of.get_group("inner").group_name for of in (mesh, got.spec.mesh)]
+        out.append((got.local.tolist(), names[0] == names[1]))
+        store = [f"{tempfile.mkdtemp()}/store" if rank == 0 else None]
+        dist.broadcast_object_list(store)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{store[0]}", rank=rank, world_size=ranks)
+    return [*out, _WHOLE.compiles]
+
+
+@pytest.mark.slow
+def test_a_new_world_has_programs_of_its_own() -> None:
+    for rank, (*worlds, compiles) in enumerate(testing.run(_two_worlds, world_size=4)):
+        first = float(rank // 2 * 2)
+        assert worlds == [([first, first, first + 1, first + 1], True)] * 2 and compiles == 2
 
 
 def test_options_and_dynamic_are_handed_on() -> None:
