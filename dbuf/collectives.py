@@ -17,13 +17,22 @@ import torch
 from dbuf.compat import allow_in_graph, annotate, kept_in_backward, merging_trace_length
 from dbuf.plan.route import WAIT, ZEROS, Steps, transpose
 
-__all__ = ["ALL_GATHER", "ALL_TO_ALL", "GATHER_MARK", "REDUCE_SCATTER", "WAIT_FOR", "is_collective", "move"]
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "GATHER_MARK",
+    "REDUCE_SCATTER",
+    "WAIT_FOR",
+    "is_collective",
+    "move",
+]
 
 GATHER_MARK = "dbuf_gather_again"
 _ops: Any = torch.ops._c10d_functional
 # What these are in a graph, for passes that change one.
 ALL_GATHER, REDUCE_SCATTER = _ops.all_gather_into_tensor.default, _ops.reduce_scatter_tensor.default
-ALL_TO_ALL = _ops.all_to_all_single.default
+ALL_REDUCE, ALL_TO_ALL = _ops.all_reduce.default, _ops.all_to_all_single.default
 WAIT_FOR = _ops.wait_tensor.default
 
 

@@ -12,14 +12,15 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer, unpack
-from dbuf.compat import inside_func_transform, storage_id
+from dbuf.compat import inside_func_transform, storage_id, version_of
+from dbuf.errors import DbufError, explain
 from dbuf.movement import gather_for
 from dbuf.once import CompiledOnce
 
@@ -68,7 +69,9 @@ def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torc
         full = gather(bufs, again=False)
         notes = _Notes(buffers(bufs), buffers(full), lambda shard: gather(shard, again=False))
         with torch.autograd.graph.saved_tensors_hooks(notes.pack, notes.unpack):
-            return fn(_unpack_all(full), *args, **kwargs)
+            out = fn(_unpack_all(full), *args, **kwargs)
+        notes.find_written(buffers(full))
+        return out
 
     return call
 
@@ -97,8 +100,19 @@ class _Note:
     conj: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A tensor that is saved as it is, and how often its memory had been written by then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class _Notes:
-    """Saved-tensor hooks of one call of a gathered function."""
+    """Saved-tensor hooks of one call of a gathered function.
+
+    Where there are hooks, autograd no longer sees that a saved tensor is written in place; these look themselves.
+    """
 
     def __init__(self, shards: list[DBuffer], full: list[DBuffer], gather: Callable[[DBuffer], DBuffer]) -> None:
         self._shards = [DBuffer(buf.local.detach(), buf.spec) for buf in shards]
@@ -106,6 +120,8 @@ class _Notes:
         self._again: list[torch.Tensor | None] = [None] * len(full)
         self._packed = [0] * len(full)
         self._unpacked = [0] * len(full)
+        self._versions = [version_of(buf.local) for buf in full]
+        self._written = [False] * len(full)
         # The caller holds `full` while these hooks are on, so no other tensor can take over its storage.
         self._index_of = {
             storage_id(whole.local): i
@@ -113,19 +129,27 @@ class _Notes:
             if storage_id(whole.local) != storage_id(buf.local)
         }
 
-    def pack(self, saved: torch.Tensor) -> torch.Tensor | _Note:
+    def pack(self, saved: torch.Tensor) -> _Kept | _Note:
         """A note for a view of a gathered weight; anything else is saved as it is."""
         index = self._index_of.get(storage_id(saved))
         if index is None or saved.is_neg():
-            return saved
+            return _Kept(saved, version_of(saved))
         self._packed[index] += 1
         size, stride, offset = tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset())
         return _Note(index, size, stride, offset, saved.dtype, saved.is_conj())
 
-    def unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
+    def find_written(self, full: list[DBuffer]) -> None:
+        """The function has returned: see which gathered weights it has written, which another gather would undo."""
+        self._written = [version_of(buf.local) != before for buf, before in zip(full, self._versions, strict=True)]
+
+    def unpack(self, saved: _Kept | _Note) -> torch.Tensor:
         """The view, from a weight gathered again: once a buffer, and dropped after its last use."""
-        if not isinstance(saved, _Note):
-            return saved
+        if isinstance(saved, _Kept):
+            if version_of(saved.tensor) != saved.version:
+                _refuse_written(f"a tensor of shape {tuple(saved.tensor.shape)}", "x * 2 in place of x.mul_(2)")
+            return saved.tensor
+        if self._written[saved.index]:
+            _refuse_written(f"a gathered weight of shape {saved.size}", "a copy: w.clone().mul_(2)")
         i = saved.index
         again = self._again[i]
         if again is None:
@@ -140,6 +164,18 @@ class _Notes:
         view = again.new_empty(0, dtype=saved.dtype)
         view.set_(again.untyped_storage(), saved.offset, saved.size, saved.stride)
         return view.conj() if saved.conj else view
+
+
+def _refuse_written(what: str, instead: str) -> NoReturn:
+    raise DbufError(
+        explain(
+            "dbuf.gathered",
+            "the backward needs a tensor that was modified by an inplace operation.",
+            got=f"{what}, saved for the backward and written",
+            need="tensors that stay as they are from the forward to the backward",
+            fix=instead,
+        )
+    )
 
 
 def remat(fn: Function) -> Function:

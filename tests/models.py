@@ -194,9 +194,7 @@ class Gathers(TorchDispatchMode):
 
 
 _NEW = re.compile(r"(buf\d+) = empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.(\w+)\)")
-_COLLECTIVE = re.compile(
-    r"(buf\d+) = torch\.ops\._c10d_functional\.(all_gather_into|all_to_all|reduce_scatter)_(?:tensor|single)\."
-)
+_COLLECTIVE = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(all_gather|all_to_all|reduce_scatter)\w*\.")
 # torch 2.13 writes no dtype: `assert_size_stride(buf0, (8, ), (1, ), 'torch.ops...')`; 2.14 `assert_tensor_metadata`.
 _RESULT = re.compile(r"assert_\w+\((buf\d+), \((.*?)\), \(.*?\), (?:torch\.(\w+), )?'torch\.ops\._c10d_functional\.")
 _SAME = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b")
@@ -205,7 +203,7 @@ _SAME = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b")
 def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
     """What the program holds after each line of its code: storage -> (kind, bytes).
 
-    The kinds are `"empty"`, `"all_gather_into"`, `"all_to_all"` and `"reduce_scatter"`. A profiler would miss what
+    The kinds are `"empty"`, `"all_gather"`, `"all_to_all"` and `"reduce_scatter"`. A profiler would miss what
     gloo's threads free. Arguments are not counted. Code is Inductor's for one CPU program, whose collectives move fp32.
     """
     body = code[code.index("def call(") :]
@@ -215,13 +213,12 @@ def memory_of(code: str) -> list[dict[str, tuple[str, int]]]:
     storage_of: dict[str, str] = {}
     kind_of: dict[str, tuple[str, int]] = {}
     out = []
-    for line in body.splitlines():
+    for line in programs.lines_of(body):
         if new := _NEW.search(line):
             name, size, dtype = new.groups()
             storage_of[name], kind_of[name] = name, ("empty", _numel(size) * getattr(torch, dtype).itemsize)
         elif new := _COLLECTIVE.search(line):
             name, kind = new.groups()
-            kind = "all_gather_into" if programs.starts_gather(line) else kind
             storage_of[name], kind_of[name] = name, (kind, nbytes[name])
         elif (same := _SAME.search(line)) and same.group(2) in storage_of:
             storage_of[same.group(1)] = storage_of[same.group(2)]

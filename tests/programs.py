@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 _START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.default\((.*)\)$")
-_GATHERS = re.compile(r"\[(?=.*\b[1-9])[\d, ]*\b0\b[\d, ]*\]")  # an exchange in which a rank sends itself nothing
+_GATHERS = "Original ATen: [_c10d_functional.all_gather"  # above an exchange that once was a gather
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _NEW = re.compile(r"(\w+) = (?:empty_strided_\w+|reinterpret_tensor)\((?:\w+, )?\((.*?)\), ")
 _ASSERT = re.compile(r"assert_(?:size_stride|tensor_metadata)\((\w+), \((.*?)\), ")
@@ -67,10 +68,10 @@ def collectives(code: str) -> list[tuple[str, str, int]]:
 
 def gathered_alive(code: str) -> int:
     """The most all-gathered buffers that exist between their start and the last line that reads them."""
-    lines = [line.strip() for line in code.splitlines()]
+    lines = lines_of(code)
     spans = []
     for i, line in enumerate(lines):
-        if (start := _START.match(line)) and _kind(start).startswith("all_gather"):
+        if starts_gather(line) and (start := _START.match(line)):
             name = re.compile(rf"\b{start[1]}\b")
             reads = [j for j, text in enumerate(lines) if name.search(text) and not _hands_over(text)]
             spans.append((i, max(reads)))
@@ -82,7 +83,7 @@ def behind(code: str) -> list[tuple[str, int]]:
     started: dict[str, tuple[str, int]] = {}
     out: list[tuple[str, int]] = []
     kernels = 0
-    for line in (line.strip() for line in code.splitlines()):
+    for line in lines_of(code):
         kernels += bool(re.match(r"cpp_fused|extern_kernels|buf\d+ = torch\.ops\.aten", line))
         if wait := _WAIT.search(line):
             if wait[1] in started:
@@ -90,7 +91,7 @@ def behind(code: str) -> list[tuple[str, int]]:
                 out.append((kind, kernels - at))
         elif start := _START.match(line):
             name = start[1] or start[3].split(",")[0]
-            started[name] = (_kind(start), kernels)
+            started[name] = (start[2], kernels)
     return out
 
 
@@ -107,15 +108,19 @@ def under_way(code: str) -> int:
     return most
 
 
+def lines_of(code: str) -> list[str]:
+    """The lines, in which an exchange that once was a gather (see `schedule.pieces`) is an `all_gather_in_pieces`."""
+    lines = [line.strip() for line in code.splitlines()]
+    return [
+        line.replace("all_to_all_single", "all_gather_in_pieces") if _GATHERS in above else line
+        for above, line in itertools.pairwise(["", *lines])
+    ]
+
+
 def starts_gather(line: str) -> bool:
-    """Whether a line starts a gather, which on gloo may be an exchange: see `schedule.pieces`."""
-    start = _START.match(line.strip())
-    return start is not None and _kind(start).startswith("all_gather")
-
-
-def _kind(start: re.Match[str]) -> str:
-    gathers = start[2] == "all_to_all_single" and _GATHERS.search(start[3])
-    return "all_gather_in_pieces" if gathers else start[2]
+    """Whether one of `lines_of` starts a gather."""
+    start = _START.match(line)
+    return start is not None and start[2].startswith("all_gather")
 
 
 def _hands_over(line: str) -> bool:

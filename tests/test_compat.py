@@ -373,6 +373,15 @@ def test_node_draws_random() -> None:
     assert not compat.node_draws_random(x)
 
 
+def test_node_is_higher_order() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [
+        graph.call_function(op, (x,)) for op in (torch.ops.higher_order.invoke_subgraph, torch.ops.aten.sin.default)
+    ]
+    assert [compat.node_is_higher_order(node) for node in [x, *nodes]] == [False, True, False]
+
+
 def test_node_is_inlined() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -452,6 +461,13 @@ def test_storage_id_is_that_of_views_and_of_no_other_tensor() -> None:
     assert compat.storage_id(x) == compat.storage_id(x[1:]) != compat.storage_id(other)
 
 
+def test_version_of_counts_what_any_view_writes() -> None:
+    x = torch.ones(3)
+    before = compat.version_of(x)
+    x.detach()[1:].mul_(2)
+    assert compat.version_of(x) == compat.version_of(x[:1]) == before + 1
+
+
 def test_inside_func_transform() -> None:
     seen = []
 
@@ -500,13 +516,13 @@ def test_annotated_gather_start_is_a_mark_beside_others() -> None:
     assert node.meta["val"] == 1
 
 
-def backend_of_a_group() -> tuple[str, int]:
+def backend_of_a_group() -> tuple[str, int, int]:
     name = torch.distributed.init_device_mesh("cpu", (2,)).get_group().group_name
-    return compat.group_backend(name), compat.group_rank(name)
+    return compat.group_backend(name), compat.group_rank(name), compat.group_size(name)
 
 
-def test_group_backend_and_group_rank_of_the_name_in_a_graph() -> None:
-    assert run(backend_of_a_group, world_size=2) == [("gloo", 0), ("gloo", 1)]
+def test_group_backend_group_rank_and_group_size_of_the_name_in_a_graph() -> None:
+    assert run(backend_of_a_group, world_size=2) == [("gloo", 0, 2), ("gloo", 1, 2)]
 
 
 def groups_left() -> tuple[int, bool]:

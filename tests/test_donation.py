@@ -251,7 +251,7 @@ def _whole_step(layers: int, padded: bool, overlap: bool) -> dict[str, Any]:
         "peak of a run": peak_of_run(lambda: jitted(params, state, h)),
         "peak": max(sum(nbytes for _, nbytes in now.values()) for now in held),
         "full": full,
-        "weights alive": max(sum(kind == "all_gather_into" for kind, _ in now.values()) for now in held),
+        "weights alive": max(sum(kind == "all_gather" for kind, _ in now.values()) for now in held),
         "full alive": max(sum(nbytes == full for _, nbytes in now.values()) for now in held),
         "padding": params["block0"].layout.size - sum(t.numel() for t in groups["block0"].values()),
         "activations": 4 * (2 * width + hidden) * 4,  # a block's input, its tanh and its output

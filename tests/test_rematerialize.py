@@ -149,6 +149,41 @@ def test_retained_graphs_run_again() -> None:
         testing.assert_bitwise(*got["loss"])
 
 
+def _activation_is_written(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone().requires_grad_() * 1.0
+    out = (y @ p["w"]).sum()
+    y.mul_(3.0)
+    return out
+
+
+def _weight_is_written(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x @ p["w"]
+    with torch.no_grad():
+        p["w"].detach().mul_(2.0)
+    return (h @ p["w"]).square().sum()
+
+
+def _weight_is_written_and_not_saved(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["w"].detach().mul_(2.0)
+    return p["w"].sum() * x.sum()
+
+
+def _written(fn: Callable[..., Any]) -> Any:
+    buf = dbuf.shard({"w": torch.ones(4, 4)}, dbuf.init_mesh(("dp",)), RowAtomic())
+    return dbuf.grad(dbuf.gathered(fn))(buf, torch.ones(4, 4)).local.tolist()
+
+
+@pytest.mark.parametrize("fn", [_activation_is_written, _weight_is_written])
+def test_what_is_written_before_the_backward_reads_it_is_refused(fn: Callable[..., Any]) -> None:
+    """As autograd does, which cannot see it any more: hooks hide the tensors that it saves."""
+    with pytest.raises(testing.WorkerError, match="modified by an inplace operation"):
+        testing.run(_written, fn, world_size=2)
+
+
+def test_a_written_weight_that_the_backward_does_not_read_is_none_of_our_business() -> None:
+    assert testing.run(_written, _weight_is_written_and_not_saved, world_size=2) == [[16.0] * 8] * 2
+
+
 # Dropout. A loss that is linear in its weights has `<w, gradient> == loss` only if the backward uses the mask that
 # the forward drew.
 
@@ -321,7 +356,7 @@ def test_counts_in_the_compiled_graph() -> None:
 
 def lifetimes(code: str) -> list[tuple[str, int, int]]:
     """`(buffer it is gathered from, line of the gather, last line that reads it)` of every all-gather."""
-    lines = code[code.index("def call(") :].splitlines()
+    lines = programs.lines_of(code[code.index("def call(") :])
     found = []
     for i, line in enumerate(lines):
         made = re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.\w+\.default\((\w+),", line)

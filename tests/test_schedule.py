@@ -237,6 +237,61 @@ def test_on_gloo_a_gather_is_an_exchange_of_segments(wire: torch.dtype, ranks: i
         testing.assert_bitwise(x, y)
 
 
+@torch.library.custom_op("dbuf_tests::raise_by", mutates_args=("w",))
+def _raise_by(w: torch.Tensor, by: float) -> None:
+    w.add_(by)
+
+
+def _memory_readers() -> dict[str, Any]:
+    """What a graph says by offsets into the memory of all gathered weights: writes by custom operations, strides."""
+    mesh, generator = dbuf.init_mesh(("dp",)), torch.Generator().manual_seed(0)
+    leaves = {name: torch.randn(shape, generator=generator) for name, shape in {"a": (6, 6), "b": (6, 6)}.items()}
+    bufs = {name: dbuf.shard(leaves, mesh, RowAtomic()) for name in ("first", "second")}
+    x = torch.randn(4, 6, generator=generator)
+
+    def written(p: Any, h: torch.Tensor) -> torch.Tensor:
+        a, b = p["a"].detach(), p["b"].detach()
+        before = a.sum(0) + b.sum(1)
+        with torch.no_grad():
+            _raise_by(b, 0.5)
+        return h * (before + b[0]) + h.sin() * b.T.sum(0)
+
+    def strided(p: Any, h: torch.Tensor) -> torch.Tensor:
+        return h * (p["b"].diagonal() + p["b"].as_strided((6,), (6,)) + p["a"][0])
+
+    def loss(bufs: dict[str, dbuf.DBuffer], x: torch.Tensor) -> torch.Tensor:
+        h = dbuf.gathered(lambda p, x: x @ p["a"])(bufs["first"], x)  # the blocks' gradients go on to it
+        blocks = [written, strided, dbuf.compiled_once(strided)]
+        return sum(dbuf.gathered(fn)(bufs["second"], h).square().mean() for fn in blocks)
+
+    step = dbuf.value_and_grad(loss)
+    return {"eager": step(bufs, x), "compiled": dbuf.jit(step)(bufs, x)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weights_that_are_read_as_memory_stay_in_one_piece(ranks: int) -> None:
+    for got in testing.run(_memory_readers, world_size=ranks):
+        testing.assert_close(got["compiled"], got["eager"])
+
+
+def _parts(buf: dbuf.DBuffer, h: torch.Tensor) -> Any:
+    """Parts of a gathered tensor whose size is that of the batch, which changes."""
+    whole = dbuf.allgather(buf).local
+    return whole[: h.shape[0]] + h, whole[h.shape[0] :].sum(), whole.split([h.shape[0], 32 - h.shape[0]])[1].sin()
+
+
+def _parts_of_changing_sizes() -> list[Any]:
+    buf, jitted = dbuf.shard({"a": torch.arange(32.0)}, dbuf.init_mesh(("dp",)), RowAtomic()), dbuf.jit(_parts)
+    return [(jitted(buf, torch.arange(n)), _parts(buf, torch.arange(n))) for n in (4.0, 7.0, 20.0)]
+
+
+def test_parts_of_a_gathered_tensor_may_be_of_changing_sizes() -> None:
+    for got in testing.run(_parts_of_changing_sizes, world_size=2):
+        for compiled, eager in got:
+            testing.assert_close(compiled, eager)
+
+
 def _gathered_and_donated() -> dict[str, Any]:
     mesh = dbuf.init_mesh(("dp",))
     buf = dbuf.shard({name: torch.ones(shape) for name, shape in LEAVES.items()}, mesh, RowAtomic())

@@ -11,6 +11,7 @@ from dbuf.compat.nodes import (
     annotated,
     node_draws_random,
     node_is_backward,
+    node_is_higher_order,
     node_is_inlined,
     node_is_recomputed,
     node_is_region,
@@ -28,8 +29,10 @@ from dbuf.compat.runtime import (
     flatten_mesh,
     group_backend,
     group_rank,
+    group_size,
     inside_func_transform,
     storage_id,
+    version_of,
 )
 from dbuf.compat.tracing import (
     BackendFailed,
@@ -68,11 +71,13 @@ __all__ = [
     "graph_breaks",
     "group_backend",
     "group_rank",
+    "group_size",
     "inside_func_transform",
     "kept_in_backward",
     "merging_trace_length",
     "node_draws_random",
     "node_is_backward",
+    "node_is_higher_order",
     "node_is_inlined",
     "node_is_recomputed",
     "node_is_region",
@@ -81,4 +86,5 @@ __all__ = [
     "register_constant",
     "storage_id",
     "trace_autograd",
+    "version_of",
 ]

@@ -14,6 +14,7 @@ __all__ = [
     "annotated",
     "node_draws_random",
     "node_is_backward",
+    "node_is_higher_order",
     "node_is_inlined",
     "node_is_recomputed",
     "node_is_region",
@@ -43,6 +44,11 @@ def node_mark(node: torch.fx.Node, key: str) -> Any:
 def node_is_region(node: torch.fx.Node) -> bool:
     """Whether a graph node calls a graph of its own that stands for several equal ones (2.13, 2.14)."""
     return node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def node_is_higher_order(node: torch.fx.Node) -> bool:
+    """Whether a graph node is more than an operation: a region, or one that writes its arguments (2.13, 2.14)."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def node_region(node: torch.fx.Node) -> int | None:

@@ -28,8 +28,10 @@ __all__ = [
     "flatten_mesh",
     "group_backend",
     "group_rank",
+    "group_size",
     "inside_func_transform",
     "storage_id",
+    "version_of",
 ]
 
 # What an operation raises on fake tensors when its result depends on values (2.13, 2.14).
@@ -39,6 +41,11 @@ NeedsRealTensors = (DataDependentOutputException, DynamicOutputShapeException)
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that tensors share while, and only while, they look at one storage (2.13, 2.14)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the memory of a tensor has been written in place, by this view of it or another (2.13, 2.14)."""
+    return tensor._version
 
 
 def inside_func_transform() -> bool:
@@ -59,6 +66,11 @@ def group_backend(name: str) -> str:
 def group_rank(name: str) -> int:
     """This process's rank in the process group that a collective in a graph names (2.13, 2.14)."""
     return torch.distributed.get_rank(_resolve_process_group(name))  # type: ignore[arg-type]
+
+
+def group_size(name: str) -> int:
+    """The number of ranks of the process group that a collective in a graph names (2.13, 2.14)."""
+    return torch.distributed.get_world_size(_resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def destroy_subgroups() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from dbuf.collectives import ALL_GATHER, ALL_TO_ALL, WAIT_FOR
-from dbuf.compat import GATHER_START, annotated, group_backend, group_rank
-from dbuf.schedule.values import insert_call, keeps_values
+from dbuf.compat import GATHER_START, annotated, group_backend, group_rank, node_is_higher_order, node_is_region
+from dbuf.schedule.values import insert_call, is_narrow, keeps_values
 
 __all__ = ["JOIN", "gather_in_pieces_on_gloo"]
 
@@ -49,8 +49,7 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
         x, ranks, group = node.args
         own = x.meta["val"]
         fits = own.ndim == 1 and isinstance(own.numel(), int) and own.numel()
-        narrow = own.dtype.is_floating_point and own.dtype.itemsize < 4
-        if not fits or narrow or group_backend(group) != "gloo":
+        if not fits or is_narrow(own) or group_backend(group) != "gloo":
             continue
         rank, numel = group_rank(group), own.numel()
         each = [numel * (other != rank) for other in range(ranks)]
@@ -88,11 +87,11 @@ def _read_late(graph: Graph) -> set[Node]:
 
 def _read_pieces(graph: Graph, whole: Node, pieces: list[Piece], kept: set[Node]) -> None:
     """Have what reads `whole` read the pieces that it consists of; `whole` goes."""
-    for user in list(whole.users):
+    for user in [] if _is_read_as_memory(whole) else list(whole.users):
         args: Any = user.args[1:]
-        if user.target is _aten.slice.Tensor and len(args) == 3 and args[0] == 0 and 0 <= args[1] <= args[2]:
+        if user.target is _aten.slice.Tensor and _are_bounds(args):
             _replace(graph, user, _cut(pieces, args[1], args[2]), copy=user in kept)
-        elif user.target is _aten.split_with_sizes.default:
+        elif user.target is _aten.split_with_sizes.default and all(isinstance(size, int) for size in args[0]):
             ends = list(itertools.accumulate(args[0]))
             for part in [part for part in user.users if part.target is operator.getitem]:
                 i: Any = part.args[1]
@@ -103,6 +102,22 @@ def _read_pieces(graph: Graph, whole: Node, pieces: list[Piece], kept: set[Node]
         _replace(graph, whole, pieces, copy=True)
     else:
         graph.erase_node(whole)
+
+
+def _is_read_as_memory(node: Node) -> bool:
+    """Whether anything reads a node, or a view of it, by an offset that counts from where its memory begins."""
+    return any(
+        (user.target is _aten.as_strided.default and len(user.args) > 3)
+        or user.target is _aten.as_strided_scatter.default
+        or (node_is_higher_order(user) and not node_is_region(user))  # such as a mutation's
+        or (keeps_values(user) and _is_read_as_memory(user))
+        for user in node.users
+    )
+
+
+def _are_bounds(args: Any) -> bool:
+    """Whether these are the arguments of a plain part: along the first dimension, from one number to another."""
+    return len(args) == 3 and args[0] == 0 and all(isinstance(x, int) for x in args) and 0 <= args[1] <= args[2]
 
 
 def _cut(pieces: list[Piece], begin: int, end: int) -> list[Piece]:
