@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 _START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.default\((.*)\)$")
-_GATHERS = "Original ATen: [_c10d_functional.all_gather"  # above an exchange that once was a gather
+_GATHERS = "_c10d_functional.all_gather"  # in the comment above an exchange that once was a gather
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _NEW = re.compile(r"(\w+) = (?:empty_strided_\w+|reinterpret_tensor)\((?:\w+, )?\((.*?)\), ")
 _ASSERT = re.compile(r"assert_(?:size_stride|tensor_metadata)\((\w+), \((.*?)\), ")
@@ -110,11 +109,11 @@ def under_way(code: str) -> int:
 
 def lines_of(code: str) -> list[str]:
     """The lines, in which an exchange that once was a gather (see `schedule.pieces`) is an `all_gather_in_pieces`."""
-    lines = [line.strip() for line in code.splitlines()]
-    return [
-        line.replace("all_to_all_single", "all_gather_in_pieces") if _GATHERS in above else line
-        for above, line in itertools.pairwise(["", *lines])
-    ]
+    out, comment = [], ""
+    for line in (line.strip() for line in code.splitlines()):
+        comment = line if line.startswith("# Topologically") else comment
+        out.append(line.replace("all_to_all_single", "all_gather_in_pieces") if _GATHERS in comment else line)
+    return out
 
 
 def starts_gather(line: str) -> bool:

@@ -537,6 +537,23 @@ def test_destroy_subgroups_keeps_the_default_group() -> None:
     assert run(groups_left, world_size=2) == [(2, True)] * 2
 
 
+def gloo_threads() -> int:
+    return sum("gloo_tcp" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+def threads_of_a_kept_mesh() -> list[int]:
+    counts = [gloo_threads()]
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for release in (lambda: None, compat.destroy_subgroups, compat.release_groups):
+        release()
+        counts.append(gloo_threads() - counts[0])
+    return [mesh.ndim, *counts[1:]]
+
+
+def test_release_groups_ends_the_threads_of_groups_whose_mesh_is_kept() -> None:
+    assert run(threads_of_a_kept_mesh, world_size=4) == [[2, 2, 2, 0]] * 4
+
+
 def flattened() -> tuple[list[int], str]:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     compat.flatten_mesh(mesh, ("outer", "inner"), "outer_inner")

@@ -31,6 +31,7 @@ from dbuf.compat.runtime import (
     group_rank,
     group_size,
     inside_func_transform,
+    release_groups,
     storage_id,
     version_of,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "node_mark",
     "node_region",
     "register_constant",
+    "release_groups",
     "storage_id",
     "trace_autograd",
     "version_of",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as OPTREE_GLOBAL
 from torch._subclasses.fake_tensor import (
@@ -30,6 +32,7 @@ __all__ = [
     "group_rank",
     "group_size",
     "inside_func_transform",
+    "release_groups",
     "storage_id",
     "version_of",
 ]
@@ -78,3 +81,13 @@ def destroy_subgroups() -> None:
     for group in list(_world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
+
+
+def release_groups() -> None:
+    """Have the meshes that the collector sees let go of their groups, which end, with their threads, when nobody has one.
+
+    Dynamo's guards keep the specs that they compare with, and their meshes, for ever: each is registered to be told
+    of the end of a class (2.13, 2.14).
+    """
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()

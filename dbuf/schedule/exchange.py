@@ -34,12 +34,13 @@ def exchange_on_gloo(graph: Graph) -> int:
             continue
         x, reduction, group = node.args[0], node.args[1], node.args[-1]
         waits, result = list(node.users), node.meta["val"]
-        fits = reduction == "sum" and result.ndim == 1 and all(wait.target is WAIT_FOR for wait in waits)
-        if not fits or group_backend(group) != "gloo":
+        fits = reduction == "sum" and result.ndim == 1 and isinstance(result.numel(), int)
+        if not fits or any(wait.target is not WAIT_FOR for wait in waits) or group_backend(group) != "gloo":
             continue
-        if group_size(group) == 2 and not is_narrow(result):
+        is_part, is_scalar = node.target is REDUCE_SCATTER, result.numel() == 1
+        if group_size(group) == 2 and not is_narrow(result) and (is_part or not is_scalar):
             _exchange_by_two(graph, node, x, waits)
-        elif node.target is REDUCE_SCATTER:
+        elif is_part:
             _exchange_by_all(graph, node, x, waits)
         else:
             continue

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from dbuf.compat import destroy_subgroups, forget_programs
+from dbuf.compat import destroy_subgroups, forget_programs, release_groups
 from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
 _CASES_PER_SWEEP = 50
@@ -133,4 +133,5 @@ def _tidy(sweep: bool) -> None:
     if sweep:
         gc.unfreeze()
     gc.collect()
+    release_groups()
     gc.freeze()
