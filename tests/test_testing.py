@@ -465,7 +465,7 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # the examples' tests compile on ranks as well, and scripts without compiling start a pool above
+@pytest.mark.exhaustive  # the examples compile on ranks as well, and scripts without compiling start a pool above
 def test_script_function_that_is_compiled_and_reads_ops(tmp_path: Path) -> None:
     """A function of a script is sent by value: Dynamo must find its globals, and `.ops` must not mean `torch.ops`."""
     script = tmp_path / "script.py"

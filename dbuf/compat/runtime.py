@@ -84,7 +84,7 @@ def destroy_subgroups() -> None:
 
 
 def release_groups() -> None:
-    """Have the meshes that the collector sees let go of their groups, which end, with their threads, when nobody has one.
+    """Have the meshes that the collector sees let go of their groups, whose threads end when nobody has them.
 
     Dynamo's guards keep the specs that they compare with, and their meshes, for ever: each is registered to be told
     of the end of a class (2.13, 2.14).
