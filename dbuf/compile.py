@@ -161,8 +161,8 @@ class Jitted(Generic[P, R]):
         return dataclasses.replace(report, compiles=self.compiles)
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
-        if self._world() is not meshes.world():
-            self._leave_world()
+        if self._world() is not (world := meshes.world()):
+            self._enter_world(world)
         key = (trees.signature((args, kwargs)), forms_of_donated(args, self.donate_argnums))
         program = self._programs.get(key)
         if program is None:
@@ -179,11 +179,11 @@ class Jitted(Generic[P, R]):
             self._programs[key] = program
         return program
 
-    def _leave_world(self) -> None:
+    def _enter_world(self, world: Any) -> None:
         """Drop programs: they know groups by names, which in a new world may be those of other ranks."""
         self._compiles_before = self.compiles
         self._programs.clear()
-        self._world = weakref.ref(meshes.world())
+        self._world = weakref.ref(world) if world is not None else lambda: None
 
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """Let mistakes show before anything is traced: those of `fn`, and results that do not pair.

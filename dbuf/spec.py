@@ -7,7 +7,7 @@ that no planning is traced, and Dynamo guards a spec by one equality whatever th
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -271,29 +271,16 @@ class BufferSpec:
         Raises:
             PlacementError: The way holds a row of another name.
         """
-        # What is cached knows no mesh: one made in a new world equals the old one and has other groups.
+        # What `plan_route` caches knows no mesh: one made in a new world equals the old one and has other groups.
         ends = (self.placements, self.layout, target.placements, target.layout)
-        rows, steps = _planned_steps(*ends, meshes.shape_of(self.mesh), self.coordinate)
+        hops = plan_route(*ends, meshes.shape_of(self.mesh), self.coordinate)
+        rows = {hop.row.function for hop in hops}
+        pairs = zip(self.placements, target.placements, strict=True)
+        if any(is_sharded(old) and is_sharded(new) and old != new for old, new in pairs):
+            rows.add("redistribute")  # another kind of shard, even where it moves nothing
         if function != "redistribute" and rows - {function}:
             refuse_other_rows(self, target, function, where, sorted(rows - {function}))
-        return tuple(_bind(step, self.mesh) for step in steps)
-
-
-@lru_cache(maxsize=4096)
-def _planned_steps(
-    source: Placements,
-    source_layout: GlobalLayout,
-    target: Placements,
-    target_layout: GlobalLayout,
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-) -> tuple[frozenset[str], Steps]:
-    """The rows of the transition table on the way, and the steps; see `BufferSpec.route`."""
-    hops = plan_route(source, source_layout, target, target_layout, mesh_shape, coordinate)
-    rows = {hop.row.function for hop in hops}
-    if any(is_sharded(old) and is_sharded(new) and old != new for old, new in zip(source, target, strict=True)):
-        rows.add("redistribute")  # another kind of shard, even where it moves nothing
-    return frozenset(rows), tuple(step for hop in hops for step in hop.steps)
+        return tuple(_bind(step, self.mesh) for hop in hops for step in hop.steps)
 
 
 def _bind(step: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -299,6 +299,9 @@ def test_collectives_stand_in_the_same_order_on_every_rank() -> None:
 _WHOLE = dbuf.jit(lambda buf: dbuf.allgather(buf))
 
 
+_DOUBLED = dbuf.jit(lambda x: x * 2)
+
+
 def _two_worlds() -> list[Any]:
     """One jitted function in two worlds whose groups of one name are of other ranks."""
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), []
@@ -306,6 +309,8 @@ def _two_worlds() -> list[Any]:
         for members in groups_before:
             dist.new_group(members)
         mesh = dbuf.init_mesh(("outer", "inner"), (2, 2))
+        own = torch.tensor(float(rank))
+        assert _DOUBLED(own) == 2 * rank
         zeros = dbuf.shard({"w": torch.zeros(2, 2)}, mesh, (Replicate(), RowAtomic()), dp_size=2)
         got = _WHOLE(tree.map(lambda x, rank=rank: x + rank, zeros))
         names = [of.get_group("inner").group_name for of in (mesh, got.spec.mesh)]
@@ -313,6 +318,7 @@ def _two_worlds() -> list[Any]:
         store = [f"{tempfile.mkdtemp()}/store" if rank == 0 else None]
         dist.broadcast_object_list(store)
         dist.destroy_process_group()
+        assert _DOUBLED(own) == 2 * rank  # outside of any world, after one
         dist.init_process_group("gloo", init_method=f"file://{store[0]}", rank=rank, world_size=ranks)
     return [*out, _WHOLE.compiles]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -218,6 +219,29 @@ def test_on_gloo_an_all_reduce_of_two_ranks_is_an_exchange_and_a_sum(ranks: int)
         assert off == ["all_reduce"] * len(DTYPES) and report == expected == {"all_reduce": len(DTYPES)}
         for name in x:
             testing.assert_bitwise(x[name].local, y[name].local)
+
+
+def _scaled_and(reduce: Any, buf: dbuf.DBuffer, scale: torch.Tensor) -> Any:
+    return dbuf.tree.map(lambda x: x * scale, buf), reduce(buf)
+
+
+def _reduced_and_donated() -> list[Any]:
+    """What a rank adds of its own lies in donated memory, which the step writes."""
+    mesh, own = dbuf.init_mesh(("dp",)), dist.get_rank() + 1.0
+    out = []
+    for reduce in (_reduce, _reduce_all):
+        step = dbuf.jit(functools.partial(_scaled_and, reduce), donate_argnums=0)
+        scaled, reduced = step(dbuf.shard({"w": torch.full((12,), own)}, mesh, Partial()), torch.tensor(-5.0))
+        out.append((scaled.local.tolist(), reduced.local.unique().tolist()))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_reduction_of_donated_memory_is_of_what_it_held(ranks: int) -> None:
+    for rank, got in enumerate(testing.run(_reduced_and_donated, world_size=ranks)):
+        for scaled, reduced in got:
+            assert set(scaled) == {-5.0 * (rank + 1)} and set(reduced) == {sum(range(ranks + 1))}
 
 
 def _sums_of_changing_sizes() -> list[Any]:
