@@ -382,6 +382,18 @@ def test_node_is_higher_order() -> None:
     assert [compat.node_is_higher_order(node) for node in [x, *nodes]] == [False, True, False]
 
 
+def test_node_may_be_in_place_knows_what_inductor_knows() -> None:
+    from torch._inductor.fx_passes import reinplace
+
+    plain = [
+        op for op in reinplace.inplaceable_ops if not op.name().startswith("_c10d_functional::all_reduce_coalesced")
+    ]
+    graph = torch.fx.Graph()
+    nodes = [graph.call_function(op, (graph.placeholder("x"),)) for op in plain]
+    assert nodes and all(compat.node_may_be_in_place(node) for node in nodes)
+    assert not compat.node_may_be_in_place(graph.call_function(torch.ops.aten.sin.default, (nodes[0],)))
+
+
 def test_node_is_inlined() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -16,6 +16,7 @@ from dbuf.compat.nodes import (
     node_is_recomputed,
     node_is_region,
     node_mark,
+    node_may_be_in_place,
     node_region,
 )
 from dbuf.compat.runtime import (
@@ -83,6 +84,7 @@ __all__ = [
     "node_is_recomputed",
     "node_is_region",
     "node_mark",
+    "node_may_be_in_place",
     "node_region",
     "register_constant",
     "release_groups",

@@ -19,6 +19,7 @@ __all__ = [
     "node_is_recomputed",
     "node_is_region",
     "node_mark",
+    "node_may_be_in_place",
     "node_region",
 ]
 
@@ -49,6 +50,12 @@ def node_is_region(node: torch.fx.Node) -> bool:
 def node_is_higher_order(node: torch.fx.Node) -> bool:
     """Whether a graph node is more than an operation: a region, or one that writes its arguments (2.13, 2.14)."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def node_may_be_in_place(node: torch.fx.Node) -> bool:
+    """Whether Inductor may do a graph node in the memory of its input, if that is written later (2.13, 2.14)."""
+    aten = torch.ops.aten
+    return node.target in (aten.index_put.default, aten._unsafe_index_put.default)
 
 
 def node_region(node: torch.fx.Node) -> int | None:
