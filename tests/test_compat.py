@@ -526,13 +526,13 @@ def test_annotated_gather_start_is_a_mark_beside_others() -> None:
     assert node.meta["val"] == 1
 
 
-def backend_of_a_group() -> tuple[str, int, int]:
+def backend_of_a_group() -> tuple[str, int]:
     name = torch.distributed.init_device_mesh("cpu", (2,)).get_group().group_name
-    return compat.group_backend(name), compat.group_rank(name), compat.group_size(name)
+    return compat.group_backend(name), compat.group_rank(name)
 
 
-def test_group_backend_group_rank_and_group_size_of_the_name_in_a_graph() -> None:
-    assert run(backend_of_a_group, world_size=2) == [("gloo", 0, 2), ("gloo", 1, 2)]
+def test_group_backend_and_group_rank_of_the_name_in_a_graph() -> None:
+    assert run(backend_of_a_group, world_size=2) == [("gloo", 0), ("gloo", 1)]
 
 
 def groups_left() -> tuple[int, bool]:

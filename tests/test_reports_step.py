@@ -188,14 +188,11 @@ def _gradients_alive() -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_ISEEKYAN158_reduce_scatter_inputs_are_not_all_alive_at_once() -> None:
-    """Of four blocks: at most three full-size gradients at once, and with two gathered weights five full-size buffers.
-
-    One gradient is in the making, one on its way, and of the third this rank's own part is added to what has arrived.
-    """
+    """Of four blocks: at most two full-size gradients at once, and with two gathered weights four full-size buffers."""
     for gradients, everything in testing.run(_gradients_alive, world_size=2):
         print(f"full-size gradients alive at once: {gradients}; with weights: {everything}")
-        assert gradients <= 3
-        assert everything <= 5
+        assert gradients <= 2
+        assert everything <= 6  # and two that an exchange on gloo receives
 
 
 def test_P168890_a_compiled_result_feeds_the_next_function() -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "flatten_mesh",
     "group_backend",
     "group_rank",
-    "group_size",
     "inside_func_transform",
     "release_groups",
     "storage_id",
@@ -69,11 +68,6 @@ def group_backend(name: str) -> str:
 def group_rank(name: str) -> int:
     """This process's rank in the process group that a collective in a graph names (2.13, 2.14)."""
     return torch.distributed.get_rank(_resolve_process_group(name))  # type: ignore[arg-type]
-
-
-def group_size(name: str) -> int:
-    """The number of ranks of the process group that a collective in a graph names (2.13, 2.14)."""
-    return torch.distributed.get_world_size(_resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def destroy_subgroups() -> None:

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from dbuf.collectives import ALL_GATHER, ALL_TO_ALL, WAIT_FOR
 from dbuf.compat import GATHER_START, annotated, group_backend, group_rank, node_is_higher_order, node_is_region
-from dbuf.schedule.values import insert_call, is_narrow, keeps_values
+from dbuf.schedule.values import insert_call, keeps_values
 
 __all__ = ["JOIN", "gather_in_pieces_on_gloo"]
 
@@ -49,7 +49,8 @@ def gather_in_pieces_on_gloo(graph: Graph) -> int:
         x, ranks, group = node.args
         own = x.meta["val"]
         fits = own.ndim == 1 and isinstance(own.numel(), int) and own.numel()
-        if not fits or is_narrow(own) or group_backend(group) != "gloo":
+        narrow = own.dtype.is_floating_point and own.dtype.itemsize < 4
+        if not fits or narrow or group_backend(group) != "gloo":
             continue
         rank, numel = group_rank(group), own.numel()
         each = [numel * (other != rank) for other in range(ranks)]

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-__all__ = ["insert_call", "is_narrow", "keeps_values", "origin"]
+__all__ = ["insert_call", "keeps_values", "origin"]
 
 
 def keeps_values(node: Node) -> bool:
@@ -26,11 +26,6 @@ def origin(node: Node) -> Node:
     while node.op == "call_function" and (keeps_values(node) or node.target is torch.ops.aten.clone.default):
         node = node.all_input_nodes[0]
     return node
-
-
-def is_narrow(x: torch.Tensor) -> bool:
-    """Whether numbers are rounded when they are cast to the dtype of `x`: Inductor skips that in what it fuses."""
-    return x.dtype.is_floating_point and x.dtype.itemsize < 4
 
 
 def insert_call(graph: Graph, meta: Mapping[str, Any], op: Any, *args: Any, **kwargs: Any) -> Node:
