@@ -170,7 +170,7 @@ class Jitted(Generic[P, R]):
                 {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs},
                 f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})",
             )
-            views = self._try_out(args, kwargs)
+            views = compat.call_with_room(self._try_out, args, kwargs)
 
             def fn(*args: Any, **kwargs: Any) -> Any:
                 return write_back(args, self.fn(*args, **kwargs), self.donate_argnums, views)
@@ -246,11 +246,18 @@ class _Program:
         self._report: Report | None = None
         self._axis_of_group = axis_of_group
         self._program = program
-        self.run = compat.compile_program(program, dynamic=dynamic, backend=self._backend)
+        self._compiled = compat.compile_program(program, dynamic=dynamic, backend=self._backend)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the program; the first time that compiles it, later only for a new shape of a batch."""
+        if self.compiles:
+            return self._compiled(*args, **kwargs)
+        return compat.call_with_room(self._compiled, *args, **kwargs)
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiles += 1
-        return compat.compile_inductor(gm, inputs, self._schedule, self._options, self._overlap.place)
+        place = self._overlap.place
+        return compat.call_with_room(compat.compile_inductor, gm, inputs, self._schedule, self._options, place)
 
     def _schedule(self, graph: torch.fx.Graph) -> None:
         schedule.take_aliases_outside(graph)
@@ -276,8 +283,9 @@ class _Program:
                 raise _Captured
 
             try:
+                compiled = compat.compile_program(self._program, dynamic=self._dynamic, backend=read_only)
                 with compat.trace_autograd():
-                    compat.compile_program(self._program, dynamic=self._dynamic, backend=read_only)(*args, **kwargs)
+                    compat.call_with_room(compiled, *args, **kwargs)
             except compat.BackendFailed:
                 if self._report is None:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import os
 
@@ -10,12 +11,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from dbuf import compat
+
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the processor's vector units are not tried out with g++
 gc.set_threshold(1_000_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    pyfuncitem.obj = functools.partial(compat.call_with_room, pyfuncitem.obj)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +466,29 @@ def test_needsrealtensors_is_what_fake_tensors_raise_for_value_dependent_results
             x.sum().item()
         with pytest.raises(compat.NeedsRealTensors):
             x.nonzero()
+
+
+def test_call_with_room_keeps_python_from_mapping_memory_at_every_call() -> None:
+    """At some depth a call needs a new chunk of frames, and Python gives it back when the call returns."""
+
+    def leaf(a=0, b=0, c=0, d=0, e=0, f=0, g=0, h=0, i=0, j=0, k=0, l=0):  # type: ignore[no-untyped-def]
+        """Its frame is longer than one of `faults_at`, so there is a depth at which it does not fit."""
+
+    def faults_at(depth: int) -> int:
+        if depth:
+            return faults_at(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(200):
+            leaf()
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    def worst() -> int:
+        return max(map(faults_at, range(400)))
+
+    with ThreadPoolExecutor(1) as thread:  # a test runs with room itself
+        assert thread.submit(worst).result() >= 200, "Python does without: call_with_room can go"
+        assert thread.submit(compat.call_with_room, worst).result() < 100
+    assert compat.call_with_room(lambda a, *, b: (a, b), 1, b=2) == (1, 2)
 
 
 def test_storage_id_is_that_of_views_and_of_no_other_tensor() -> None:

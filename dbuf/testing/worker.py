@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from dbuf.compat import destroy_subgroups, forget_programs, release_groups
+from dbuf.compat import call_with_room, destroy_subgroups, forget_programs, release_groups
 from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
 
 _CASES_PER_SWEEP = 50
@@ -44,7 +44,7 @@ def main(connection_fd: int, stack_path: str) -> None:
     _tidy(sweep=False)
     with Connection(connection_fd) as connection:
         connection.send(Answer(True, b""))
-        _serve(connection)
+        call_with_room(_serve, connection)
 
 
 def _watch_parent(connection_fd: int, stack_path: str) -> None:
