@@ -71,12 +71,12 @@ class Report:
     @property
     def collectives(self) -> dict[str, int]:
         """Collectives of buffers by kind; those of one element are in `scalars`."""
-        return dict(Counter(c.kind for c in self.sequence if c.numel > 1))
+        return dict(Counter(c.kind for c in self.sequence if c.numel != 1))
 
     @property
     def scalars(self) -> dict[str, int]:
         """Collectives of one element by kind: losses, norms, flags."""
-        return dict(Counter(c.kind for c in self.sequence if c.numel <= 1))
+        return dict(Counter(c.kind for c in self.sequence if c.numel == 1))
 
     @property
     def nbytes(self) -> dict[str, int]:

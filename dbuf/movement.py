@@ -165,7 +165,7 @@ def view(bufs: Any, placements: Any) -> Any:
     return _move_all("view", bufs, placements, None)
 
 
-def redistribute(bufs: Any, placements: Any, *, layout: ShardLayout | GlobalLayout | None = None) -> Any:
+def redistribute(bufs: Any, placements: Any, *, layout: Any = None) -> Any:
     """Go from any placements to any others, and to another layout.
 
     Walks the transition table: reductions and views inner to outer, then gathers outer to inner. To another layout
@@ -178,8 +178,8 @@ def redistribute(bufs: Any, placements: Any, *, layout: ShardLayout | GlobalLayo
     Args:
         bufs: A pytree of DBuffers.
         placements: Placement specs of the result.
-        layout: Where the tensors shall lie: a planned layout (for one buffer), or a `ShardLayout` to plan one with
-            as many segments as now. None keeps each buffer's own.
+        layout: Where the tensors shall lie: a planned layout, or a `ShardLayout` to plan one with as many segments
+            as now; one for all buffers, or a prefix tree of them. None keeps each buffer's own.
 
     Returns:
         The same tree of new buffers.
@@ -204,7 +204,7 @@ def _move_all(
     placements: Any,
     default: Callable[[BufferSpec], Placements] | None,
     *,
-    layout: ShardLayout | GlobalLayout | None = None,
+    layout: Any = None,
     dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     again: bool = False,
@@ -215,11 +215,12 @@ def _move_all(
     if placements is None and default is not None:
         wanted: list[Any] = [default(buf.spec) for buf in given]
     else:
-        wanted = _broadcast(placements, bufs, where)
+        wanted = _broadcast(placements, bufs, where, _is_placement_spec)
+    layouts = [None] * len(given) if layout is None else _broadcast(layout, bufs, where, _is_layout)
     planned = []
     for i, buf in enumerate(given):
         place = _Place(where, bufs, i)
-        target = _target(buf, wanted[i], layout, place)
+        target = _target(buf, wanted[i], layouts[i], place)
         steps = _route(buf, target, function, place)
         if not buf.local.is_floating_point() and any([step[0] == "scale" for step in steps]):
             _refuse_average_of_integers(buf, where)
@@ -228,9 +229,9 @@ def _move_all(
     return trees.map(lambda buf: buf if buf is None else next(moved), bufs, is_leaf=is_buffer)
 
 
-def _broadcast(placements: Any, bufs: Any, where: str) -> list[Any]:
-    """The placements wanted of each buffer."""
-    wanted = trees.broadcast_prefix(placements, bufs, is_prefix_leaf=_is_placement_spec, is_leaf=is_buffer, where=where)
+def _broadcast(prefix: Any, bufs: Any, where: str, is_prefix_leaf: Callable[[Any], bool]) -> list[Any]:
+    """What a prefix tree says of each buffer."""
+    wanted = trees.broadcast_prefix(prefix, bufs, is_prefix_leaf=is_prefix_leaf, is_leaf=is_buffer, where=where)
     return [spec for spec, leaf in zip(wanted, trees.leaves(bufs, is_leaf=is_buffer), strict=True) if leaf is not None]
 
 
@@ -324,6 +325,10 @@ def _is_placement_spec(node: object) -> bool:
     if isinstance(node, tuple):
         return len(node) > 0 and all([is_placement(p) for p in node])
     return is_placement(node)
+
+
+def _is_layout(node: object) -> bool:
+    return isinstance(node, GlobalLayout | str)
 
 
 def _refuse_average_of_integers(buf: DBuffer, where: str) -> NoReturn:

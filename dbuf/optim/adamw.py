@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from dbuf.optim.base import GradientTransformation, LearningRate, chain, named
+from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.paths import Rule
+from dbuf.optim.scale import scale_by_adam, scale_by_learning_rate
 
-import torch
-
-from dbuf import tree
-from dbuf.optim.base import (
-    GradientTransformation,
-    LearningRate,
-    PyTree,
-    device_of,
-    learning_rate_at,
-    require_same_specs,
-    state_dtype,
-)
-
-__all__ = ["AdamWState", "adamw"]
-
-
-class AdamWState(NamedTuple):
-    """What AdamW remembers.
-
-    Attributes:
-        step: Number of updates done, a 0-d int64 tensor.
-        mu: Running mean of gradients, buffers like the parameters' in float32 (or wider).
-        nu: Running mean of squared gradients, likewise.
-    """
-
-    step: torch.Tensor
-    mu: PyTree
-    nu: PyTree
+__all__ = ["adamw"]
 
 
 def adamw(
@@ -41,6 +16,9 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
+    *,
+    mask: Rule | None = None,
+    amsgrad: bool = False,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay.
 
@@ -58,9 +36,11 @@ def adamw(
         eps: Added to the denominator, outside of the square root.
         weight_decay: Fraction of the parameter taken off per unit of learning rate (the default is optax's;
             torch's is 1e-2).
+        mask: `mask(path, shape)` says which tensors decay, such as `dbuf.optim.is_matrix`; by default all do.
+        amsgrad: Divide by the largest `v` so far.
 
     Returns:
-        The transformation; its state is an `AdamWState`.
+        `chain(scale_by_adam(...), add_decayed_weights(...), scale_by_learning_rate(...))`.
 
     Raises:
         PlacementError: In `update`, gradients or state are not placed and laid out like the parameters.
@@ -71,36 +51,14 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", https://arxiv.org/abs/1711.05101.
 
     Example:
-        >>> adamw(1e-3).init({})
-        AdamWState(step=tensor(0), mu={}, nu={})
+        >>> adamw(1e-3).init({})[0]
+        ScaleByAdamState(step=tensor(0), mu={}, nu={}, nu_max=())
     """
-
-    def init(params: PyTree) -> AdamWState:
-        def zeros() -> PyTree:
-            return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(p.dtype)), params)
-
-        step = torch.zeros((), dtype=torch.int64, device=device_of(params))
-        return AdamWState(step, zeros(), zeros())
-
-    def update(grads: PyTree, state: AdamWState, params: PyTree) -> tuple[PyTree, AdamWState]:
-        moments = {"state.mu": state.mu, "state.nu": state.nu}
-        require_same_specs("dbuf.optim.adamw", params, grads=grads, **moments)
-        rate = learning_rate_at(learning_rate, state.step)
-        step = state.step + 1
-        mu = tree.map(lambda m, g: b1 * m + (1 - b1) * g.to(m.dtype), state.mu, grads)
-        nu = tree.map(lambda v, g: b2 * v + (1 - b2) * g.to(v.dtype).square(), state.nu, grads)
-        mu_scale, nu_scale = _one_minus_power(b1, step), _one_minus_power(b2, step)
-
-        # sqrt and division, not rsqrt or pow: those depend on an element's position in the buffer (vector or
-        # scalar code), and the result may not depend on how the buffer is cut.
-        def delta(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return -rate * (m / mu_scale / ((v / nu_scale).sqrt() + eps) + weight_decay * p.to(m.dtype))
-
-        return tree.map(delta, params, mu, nu), AdamWState(step, mu, nu)
-
-    return GradientTransformation(init, update)
-
-
-def _one_minus_power(base: float, step: torch.Tensor) -> torch.Tensor:
-    """`1 - base ** step` for a 0-d integer `step`, in float32, without cancellation when `base` is near 1."""
-    return -torch.expm1(step * math.log(base)) if base else torch.ones_like(step, dtype=torch.float32)
+    return named(
+        "adamw",
+        chain(
+            scale_by_adam(b1, b2, eps, amsgrad=amsgrad),
+            add_decayed_weights(weight_decay, mask),
+            scale_by_learning_rate(learning_rate),
+        ),
+    )

@@ -24,9 +24,11 @@ __all__ = [
     "apply_updates",
     "chain",
     "device_of",
-    "learning_rate_at",
+    "each",
+    "named",
     "require_same_specs",
     "state_dtype",
+    "to_state_dtype",
 ]
 
 PyTree: TypeAlias = Any
@@ -59,8 +61,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     Example:
         >>> from dbuf.optim import sgd
-        >>> chain(sgd(0.1), sgd(0.1)).init({})
-        (SGDState(step=tensor(0), trace=()), SGDState(step=tensor(0), trace=()))
+        >>> from dbuf.optim import clip_by_global_norm
+        >>> len(chain(clip_by_global_norm(1.0), sgd(0.1)).init({}))
+        2
     """
 
     def init(params: PyTree) -> PyTree:
@@ -93,14 +96,30 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
         None.
     """
     require_same_specs("dbuf.optim.apply_updates", params, updates=updates)
-    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+    return each(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
-def learning_rate_at(learning_rate: LearningRate, step: torch.Tensor) -> float | torch.Tensor:
-    """Evaluate a learning rate after `step` updates (0-d int64): at 0 for the first one, as in optax."""
-    if isinstance(learning_rate, float | int | torch.Tensor):
-        return learning_rate
-    return learning_rate(step)
+def named(name: str, transformation: GradientTransformation) -> GradientTransformation:
+    """The same transformation, which refuses gradients that do not fit under the name that the user wrote."""
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        require_same_specs(f"dbuf.optim.{name}", params, grads=grads)
+        return transformation.update(grads, state, params)
+
+    return GradientTransformation(transformation.init, update)
+
+
+def to_state_dtype() -> GradientTransformation:
+    """Gradients in the dtype of optimizer state."""
+    return GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params: (each(lambda g: g.to(state_dtype(g.dtype)), grads), state),
+    )
+
+
+def each(fn: Callable[..., torch.Tensor], bufs: PyTree, *rest: PyTree) -> PyTree:
+    """`fn` of the flat tensors of equal buffers; None in place of a buffer stays None."""
+    return tree.map(lambda x, *others: None if x is None else fn(x, *others), bufs, *rest)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -115,8 +134,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def device_of(params: PyTree) -> torch.device:
     """The device for 0-d state: that of the first parameter, or the CPU if there is none."""
-    leaves = tree.leaves(params)
-    return leaves[0].device if leaves else torch.device("cpu")
+    bufs = buffers(params)
+    return bufs[0].device if bufs else torch.device("cpu")
 
 
 def require_same_specs(where: str, params: PyTree, **others: PyTree) -> None:

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dbuf.optim.base import GradientTransformation, LearningRate, chain, named, to_state_dtype
+from dbuf.optim.scale import scale_by_learning_rate, trace
 
-import torch
-
-from dbuf import tree
-from dbuf.optim.base import (
-    GradientTransformation,
-    LearningRate,
-    PyTree,
-    device_of,
-    learning_rate_at,
-    require_same_specs,
-    state_dtype,
-)
-
-__all__ = ["SGDState", "sgd"]
+__all__ = ["sgd"]
 
 
-class SGDState(NamedTuple):
-    """What SGD remembers.
-
-    Attributes:
-        step: Number of updates done, a 0-d int64 tensor.
-        trace: Decaying sum of gradients, buffers like the parameters' in float32 (or wider); `()` without
-            momentum.
-    """
-
-    step: torch.Tensor
-    trace: PyTree
-
-
-def sgd(learning_rate: LearningRate, momentum: float = 0.0) -> GradientTransformation:
+def sgd(learning_rate: LearningRate, momentum: float = 0.0, *, nesterov: bool = False) -> GradientTransformation:
     """Gradient descent: `update = -lr * trace`, where `trace = grad + momentum * trace`.
 
     The same rule as `torch.optim.SGD`, without dampening.
@@ -41,9 +16,10 @@ def sgd(learning_rate: LearningRate, momentum: float = 0.0) -> GradientTransform
     Args:
         learning_rate: A number, a 0-d tensor, or a function of the number of updates done so far (0-d int64).
         momentum: Decay of the sum of gradients, in [0, 1). At 0 no sum is kept.
+        nesterov: Step along `grad + momentum * trace`.
 
     Returns:
-        The transformation; its state is an `SGDState`.
+        `chain(trace(...), scale_by_learning_rate(...))`, or the latter alone.
 
     Raises:
         PlacementError: In `update`, gradients or state are not placed and laid out like the parameters.
@@ -54,24 +30,8 @@ def sgd(learning_rate: LearningRate, momentum: float = 0.0) -> GradientTransform
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
 
     Example:
-        >>> sgd(0.1).init({})
-        SGDState(step=tensor(0), trace=())
+        >>> sgd(0.1, momentum=0.9).init({})[0]
+        TraceState(trace={})
     """
-
-    def init(params: PyTree) -> SGDState:
-        step = torch.zeros((), dtype=torch.int64, device=device_of(params))
-        if not momentum:
-            return SGDState(step, ())
-        return SGDState(step, tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(p.dtype)), params))
-
-    def update(grads: PyTree, state: SGDState, params: PyTree) -> tuple[PyTree, SGDState]:
-        require_same_specs("dbuf.optim.sgd", params, grads=grads)
-        trace: PyTree = ()
-        direction = tree.map(lambda g: g.to(state_dtype(g.dtype)), grads)
-        if momentum:
-            require_same_specs("dbuf.optim.sgd", params, **{"state.trace": state.trace})
-            direction = trace = tree.map(lambda t, g: g + momentum * t, state.trace, direction)
-        rate = learning_rate_at(learning_rate, state.step)
-        return tree.map(lambda d: -rate * d, direction), SGDState(state.step + 1, trace)
-
-    return GradientTransformation(init, update)
+    first = trace(momentum, nesterov) if momentum else to_state_dtype()
+    return named("sgd", chain(first, scale_by_learning_rate(learning_rate)))

@@ -126,7 +126,7 @@ def _state_dtypes() -> Any:
     params = models.shard_groups(models.weights(1), mesh, strategy.optim, dp_size=strategy.dp_size(mesh))
     low = dbuf.cast(params, torch.bfloat16)
     state = init(low, optimizer, strategy, compute_dtype=torch.bfloat16)
-    return state.params["head"].dtype, state.opt_state.mu["head"].dtype, state.weights["head"].dtype
+    return state.params["head"].dtype, state.opt_state[0].mu["head"].dtype, state.weights["head"].dtype
 
 
 def test_main_weights_and_state_are_fp32_and_resting_weights_are_not() -> None:

@@ -1,0 +1,184 @@
+"""Muon: momentum, made orthogonal matrix by matrix by Newton-Schulz on the rank that owns it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dbuf.errors import DbufError, TreeError, explain
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, named
+from dbuf.optim.by_owner import by_owner
+from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.paths import decide, is_matrix
+from dbuf.optim.scale import ema, scale_by_learning_rate
+
+__all__ = ["COEFFICIENTS", "muon", "orthogonalize"]
+
+Triple = tuple[float, float, float]
+
+_POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+
+COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
+    "jordan": ((3.4445, -4.7750, 2.0315),),
+    "polar_express": (*[(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS], (1.875, -1.25, 0.375)),
+    "cubic": ((1.5, -0.5, 0.0),),
+}
+"""`(a, b, c)` of the steps `X <- a X + (b X Xᵀ + c (X Xᵀ)²) X`, the last of a set for all further steps.
+
+* `"jordan"`: singular values end between about 0.7 and 1.2 after 5 steps. Four decimals, as in Jordan et al., "Muon",
+  https://kellerjordan.github.io/posts/muon/, and in `torch.optim.Muon`.
+* `"polar_express"`: for singular values of at least 1e-3, each step the best for what the one before leaves. Double
+  precision, divided by powers of 1.01 for rounding in bf16, as in Amsel et al., "The Polar Express",
+  https://arxiv.org/abs/2505.16932.
+* `"cubic"`: the classical iteration, exact and slow; Björck and Bowie, 1971.
+"""
+
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "none": lambda rows, columns: 1.0,
+}
+
+
+def muon(
+    learning_rate: LearningRate,
+    momentum: float = 0.95,
+    weight_decay: float = 0.1,
+    *,
+    nesterov: bool = True,
+    steps: int = 5,
+    coefficients: str = "jordan",
+    scale: str = "spectral",
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+) -> GradientTransformation:
+    """Momentum orthogonalised by Newton-Schulz, with decoupled weight decay; for matrices.
+
+    A tensor of more than two dimensions is a stack of matrices, such as experts or heads: its last two dimensions are
+    rows and columns. Momentum is sharded like the parameters, and only directions travel. Give norms, biases and
+    embeddings to another optimizer with `dbuf.optim.partition`.
+
+    Args:
+        learning_rate: A number, a 0-d tensor, or a function of the number of updates done so far (0-d int64).
+        momentum: Decay of the running mean of gradients, in [0, 1).
+        weight_decay: Fraction of the parameter taken off per unit of learning rate.
+        nesterov: Blend the gradient into the mean once more.
+        steps: Newton-Schulz steps.
+        coefficients: A set of `COEFFICIENTS`.
+        scale: `"spectral"`, `sqrt(max(1, rows / columns))`, as Jordan has it; `"match_rms_adamw"`,
+            `0.2 * sqrt(max(rows, columns))`, with which AdamW's learning rate and decay fit (Liu et al., "Muon is
+            Scalable for LLM Training", https://arxiv.org/abs/2502.16982); or `"none"`.
+        dtype: What Newton-Schulz computes in.
+        eps: The least norm that a matrix is divided by.
+
+    Returns:
+        `chain(ema(...), by_owner(...), add_decayed_weights(...), scale_by_learning_rate(...))`.
+
+    Raises:
+        TreeError: In `init`, a tensor is no matrix.
+        PlacementError: In `update`, gradients or state are not placed and laid out like the parameters.
+
+    Communication:
+        Two all-to-alls a buffer, see `by_owner`.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the rule of
+        `torch.optim.Muon`.
+    """
+    for name, value, known in (("coefficients", coefficients, COEFFICIENTS), ("scale", scale, _SCALES)):
+        _require_known(name, value, known)
+    factor = _SCALES[scale]
+
+    def update(grad: torch.Tensor, state: PyTree) -> tuple[torch.Tensor, PyTree]:
+        rows, columns = grad.shape[-2:]
+        return factor(rows, columns) * orthogonalize(grad, steps, coefficients, dtype=dtype, eps=eps), state
+
+    inner = chain(
+        ema(momentum, nesterov),
+        by_owner(lambda param: (), update, cost="newton_schulz"),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
+
+    def init(params: PyTree) -> PyTree:
+        _require_matrices(params)
+        return inner.init(params)
+
+    return named("muon", GradientTransformation(init, inner.update))
+
+
+def orthogonalize(
+    x: torch.Tensor,
+    steps: int = 5,
+    coefficients: str = "jordan",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+) -> torch.Tensor:
+    """About `U Vᵀ` of the singular value decomposition `U S Vᵀ`, by Newton-Schulz.
+
+    Args:
+        x: `(..., rows, columns)`, each matrix by itself.
+        steps: Newton-Schulz steps.
+        coefficients: A set of `COEFFICIENTS`.
+        dtype: What the steps compute in; the norm that comes first is in the dtype of `x`.
+        eps: The least norm that a matrix is divided by: a zero matrix stays zero.
+
+    Returns:
+        The shape and dtype of `x`.
+
+    Example:
+        >>> orthogonalize(3 * torch.eye(2), 20, "cubic", dtype=torch.float32).round(decimals=4)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    triples = COEFFICIENTS[coefficients]
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    wide = (wide / wide.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=eps)).to(dtype)
+    for i in range(steps):
+        a, b, c = triples[min(i, len(triples) - 1)]
+        gram = wide @ wide.mT
+        wide = a * wide + (b * gram + c * (gram @ gram)) @ wide
+    return (wide if x.shape[-2] <= x.shape[-1] else wide.mT).to(x.dtype)
+
+
+def _require_matrices(params: PyTree) -> None:
+    bad = [
+        f"tensor {i} of {buf.spec.tree_paths()}: {buf.spec.global_shapes()[i]}"
+        for buf, found in decide(is_matrix, params)
+        for i, matrix in enumerate(found)
+        if not matrix
+    ]
+    if bad:
+        raise TreeError(
+            explain(
+                "dbuf.optim.muon",
+                "not every tensor is a matrix.",
+                got="\n".join(bad),
+                need="tensors of two dimensions, or stacks of matrices",
+                fix="dbuf.optim.partition({'muon': muon(...), 'adamw': adamw(...)}, rule)",
+            )
+        )
+
+
+def _require_known(name: str, value: str, known: dict[str, Any]) -> None:
+    if value not in known:
+        raise DbufError(
+            explain(
+                "dbuf.optim.muon",
+                f"no such {name}.",
+                got=repr(value),
+                need=" or ".join(map(repr, known)),
+                fix=repr(next(iter(known))),
+            )
+        )

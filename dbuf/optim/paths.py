@@ -1,0 +1,41 @@
+"""Rules that look at a tensor's path and global shape, and what they decide for the tensors of each buffer.
+
+The path of a tensor is the path of its buffer in the tree of parameters followed by its own in the buffer, such as
+`['block0']['attn.weight']`. Rules run in Python while a step is traced: what they decide is part of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from dbuf import tree
+from dbuf.buffer import DBuffer, is_buffer
+
+__all__ = ["Rule", "decide", "is_matrix"]
+
+_T = TypeVar("_T")
+
+Rule: TypeAlias = Callable[[str, tuple[int, ...]], bool]
+"""`rule(path, shape)`: whether it holds for a tensor."""
+
+
+def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has two dimensions or more: weights do, biases and the gains of norms do not.
+
+    Example:
+        >>> is_matrix("['up']", (4, 2)), is_matrix("['bias']", (4,))
+        (True, False)
+    """
+    return len(shape) >= 2
+
+
+def decide(rule: Callable[[str, tuple[int, ...]], _T], params: Any) -> list[tuple[DBuffer, list[_T]]]:
+    """Each buffer of a tree, and what the rule says of each of its tensors."""
+    named = tree.flatten_with_paths(params, is_leaf=is_buffer)[0]
+    out = []
+    for place, buf in named:
+        if is_buffer(buf):
+            tensors = zip(buf.spec.tree_paths(), buf.spec.global_shapes(), strict=True)
+            out.append((buf, [rule(place + path, shape) for path, shape in tensors]))
+    return out
