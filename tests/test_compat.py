@@ -488,7 +488,7 @@ def test_call_with_room_keeps_python_from_mapping_memory_at_every_call() -> None
     with ThreadPoolExecutor(1) as thread:  # a test runs with room itself
         assert thread.submit(worst).result() >= 200, "Python does without: call_with_room can go"
         assert thread.submit(compat.call_with_room, worst).result() < 100
-    assert compat.call_with_room(lambda a, *, b: (a, b), 1, b=2) == (1, 2)
+    assert compat.call_with_room(lambda a, *, fn: (a, fn), 1, fn=2) == (1, 2)
 
 
 def test_storage_id_is_that_of_views_and_of_no_other_tensor() -> None:

@@ -78,6 +78,40 @@ def test_results_keep_their_structure() -> None:
     assert lone(buf).local.data_ptr() == pointer
 
 
+_GRID = (4, 6)
+_MOVES = {
+    "flip": lambda w: w.flip(0),
+    "queue": lambda w: F.pad(w[:-1], (0, 0, 1, 0)),
+    "turn": lambda w: w.view(6, 4).t().reshape(_GRID) * 0.5,
+    "roll": lambda w: w.roll(1, 0),
+    "rows": lambda w: w[[3, 2, 1, 0]],
+    "first": lambda w: w[1].expand(_GRID) * 2,
+}
+
+
+def _moves(buf: Any) -> Any:
+    """New values that are read from other places of the old ones."""
+    return {name: dbuf.pack({"w": move(dbuf.unpack(buf[name])["w"])}, like=buf[name]) for name, move in _MOVES.items()}
+
+
+def test_a_value_that_moves_within_its_own_memory_is_read_before_it_is_written() -> None:
+    """Inductor alone would write one element after the other, and read some that it has written."""
+    w = torch.arange(24.0).view(_GRID)
+    make = lambda: {name: dbuf.shard({"w": w}, dbuf.init_mesh(("dp",)), RowAtomic()) for name in _MOVES}  # noqa: E731
+    given = make()
+    places = _pointers(given)
+    out = dbuf.jit(_moves, donate_argnums=0)(given)
+    testing.assert_bitwise(out, _moves(make()))
+    assert _pointers(out) == places
+
+
+def test_packing_one_tensor_takes_no_further_memory() -> None:
+    buf = _state()[0]["a"]
+    double = dbuf.jit(lambda b: dbuf.pack({"w": dbuf.unpack(b)["w"] * 2 + 1}, like=b), donate_argnums=0)
+    buf = double(buf)
+    assert [n for n in allocations(lambda: double(buf)) if n >= NUMEL * 4] == []
+
+
 def _swap(a: Any, b: Any) -> tuple[Any, Any]:
     return b, a
 

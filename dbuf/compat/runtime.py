@@ -47,14 +47,14 @@ _ROOM = 2**18  # slots of 8 bytes: Python takes the next power of two, and the r
 NeedsRealTensors = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
 _call_in_large_frame = types.FunctionType(_call.__code__.replace(co_stacksize=_ROOM), {}, "call_with_room")
 
 
-def call_with_room(fn: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+def call_with_room(fn: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
     """`fn(*args, **kwargs)` with 2 MB of memory for the frames of what it calls; for calls that compile.
 
     Python keeps frames in chunks of 16 KiB, and gives a chunk back to the system when the first frame in it returns. A

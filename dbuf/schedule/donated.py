@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -20,7 +22,8 @@ def take_before_writing(graph: Graph) -> int:
     Inductor does some operations in place on a donated tensor (2.13, 2.14), which is right if their result is what is
     written there, and else loses it: `(2 * params, allreduce(params))` would return `2 * params` twice. And it drops
     the clone of a result that is another donated argument, and then reads that argument after its own result has been
-    written there: `(params, previous) -> (new, params)` would return `new` twice.
+    written there: `(params, previous) -> (new, params)` would return `new` twice. And it writes a view of a computation
+    element by element while it still reads the donated tensor elsewhere: `params.view(4, 4).flip(0).view(-1)`.
 
     Args:
         graph: A flat graph that ends with copies into its inputs, changed in place.
@@ -31,13 +34,14 @@ def take_before_writing(graph: Graph) -> int:
     writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
     written = {node.args[0] for node in writes}
     early = [(node, node.args[1]) for node in writes if origin(node.args[1]) in written - {node.args[0]}]
+    early += [(node, node.args[1]) for node in writes if _is_view(node.args[1])]
     out = graph.output_node()
     early += [(out, copy) for copy in out.all_input_nodes if copy.target is _CLONE and origin(copy) in written]
     results = {node.args[0]: origin(node.args[1]) for node in writes}
     for node in [node for node in graph.nodes if _may_be_in_place(node) and node.args[0] in results]:
         if results[node.args[0]] not in (node, *node.users):  # of a collective, what waits for it
             early.append((node, node.args[0]))
-    for node, source in early:
+    for node, source in dict.fromkeys(early):
         with graph.inserting_before(node if _may_be_in_place(node) else writes[0]):
             # By arithmetic, since copies that change nothing are dropped. Multiplying by one keeps every number.
             if source.meta["val"].dtype == torch.bool:
@@ -47,6 +51,13 @@ def take_before_writing(graph: Graph) -> int:
             taken.meta["val"] = source.meta["val"]
         node.replace_input_with(source, taken)
     return len(early)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node is a view of what is computed, also through copies."""
+    while node.target is _CLONE:
+        node = node.args[0]
+    return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
 
 
 def _may_be_in_place(node: Node) -> bool:
