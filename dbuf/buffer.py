@@ -21,7 +21,7 @@ from dbuf.errors import PlacementError, TreeError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import Placements
-from dbuf.refusals import refuse_partial, refuse_structure
+from dbuf.refusals import refuse_no_dtype, refuse_partial, refuse_structure
 from dbuf.spec import BufferSpec
 
 __all__ = ["DBuffer", "buffers", "cast", "is_buffer", "merge", "pack", "select", "shapes", "unpack"]
@@ -203,7 +203,7 @@ def _check_pack(everything: list[Any], structure: Any, spec: BufferSpec) -> None
 
 
 def check_leaves(leaves: list[Any], paths: tuple[str, ...], where: str) -> None:
-    """Refuse leaves that are not plain tensors of one dtype.
+    """Refuse leaves that are not plain real tensors of one dtype.
 
     Raises:
         TreeError: Names every offending leaf.
@@ -218,6 +218,16 @@ def check_leaves(leaves: list[Any], paths: tuple[str, ...], where: str) -> None:
                 got="\n".join(bad),
                 need="torch.Tensor leaves; None holds no tensor",
                 fix="leaf.full_tensor() for a DTensor, torch.tensor(...) for a number, module.state_dict()",
+            )
+        )
+    if any(leaf.is_complex() for leaf in leaves):
+        raise TreeError(
+            explain(
+                where,
+                "no buffer holds complex numbers: collectives and norms do not know them.",
+                got="\n".join(f"{path}: {leaf.dtype}" for path, leaf in named if leaf.is_complex()),
+                need="real or integer tensors",
+                fix="torch.view_as_real(leaf), and torch.view_as_complex where it is used",
             )
         )
     if len({(leaf.dtype, leaf.device) for leaf in leaves}) > 1:
@@ -279,6 +289,7 @@ def cast(bufs: Any, dtype: torch.dtype) -> Any:
         New buffers; one that has the dtype already is itself.
     """
     require_buffers(bufs, "dbuf.cast")
+    refuse_no_dtype(dtype, "dbuf.cast")
 
     def change(buf: DBuffer | None) -> DBuffer | None:
         return buf if buf is None or buf.local.dtype == dtype else DBuffer(buf.local.to(dtype), buf.spec)

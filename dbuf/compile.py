@@ -17,7 +17,7 @@ from dbuf import mesh as meshes
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers
 from dbuf.creation import check
-from dbuf.donation import check_donation, check_memory, find_views, forms_of_donated, write_back
+from dbuf.donation import check_donation, check_memory, forms_of_donated, write_back
 from dbuf.errors import DbufError, explain
 from dbuf.inspection import Report, read_graph
 from dbuf.schedule import Overlap
@@ -71,6 +71,16 @@ def jit(
         (tensor(1.7321), 1)
     """
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if not callable(fn) or not all(type(number) is int for number in numbers):
+        raise DbufError(
+            explain(
+                "dbuf.jit",
+                "no function, or no positions of its arguments.",
+                got=f"{fn!r} with donate_argnums={donate_argnums!r}",
+                need="a function, and the positions of the arguments whose memory the results take over",
+                fix="dbuf.jit(step, donate_argnums=(0, 1))",
+            )
+        )
     return Jitted(fn, numbers, _overlap(overlap), dynamic, dict(options or {}))
 
 
@@ -152,8 +162,12 @@ class Jitted(Generic[P, R]):
         if self.donate_argnums:
             check_memory(args, self.donate_argnums)
         # Any call may meet a new shape of the batch and compile.
-        with compat.trace_autograd():
-            return program.run(*args, **kwargs)  # type: ignore[no-any-return]
+        try:
+            with compat.trace_autograd():
+                return program.run(*args, **kwargs)  # type: ignore[no-any-return]
+        except compat.TracingFailed:
+            self._try_out(args, kwargs)  # another branch than at the first call: its own error says more
+            raise
 
     def inspect(self, *args: P.args, **kwargs: P.kwargs) -> Report:
         """See `dbuf.inspect`."""
@@ -170,10 +184,10 @@ class Jitted(Generic[P, R]):
                 {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs},
                 f"dbuf.jit({getattr(self.fn, '__name__', 'fn')})",
             )
-            views = compat.call_with_room(self._try_out, args, kwargs)
+            compat.call_with_room(self._try_out, args, kwargs)
 
             def fn(*args: Any, **kwargs: Any) -> Any:
-                return write_back(args, self.fn(*args, **kwargs), self.donate_argnums, views)
+                return write_back(args, self.fn(*args, **kwargs), self.donate_argnums)
 
             program = _Program(fn, self._overlap, self._dynamic, self._options, _axes(buffers((args, kwargs))))
             self._programs[key] = program
@@ -185,14 +199,10 @@ class Jitted(Generic[P, R]):
         self._programs.clear()
         self._world = weakref.ref(world) if world is not None else lambda: None
 
-    def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """Let mistakes show before anything is traced: those of `fn`, and results that do not pair.
-
-        Returns:
-            The results that look at donated memory, see `find_views`.
-        """
+    def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let mistakes show before anything is traced: those of `fn`, and results that do not pair."""
         try:
-            fakes, out = run_on_fakes(self.fn, args, kwargs)
+            out = run_on_fakes(self.fn, args, kwargs)
         except compat.NeedsRealTensors as error:
             if self.donate_argnums:
                 raise DbufError(
@@ -204,23 +214,18 @@ class Jitted(Generic[P, R]):
                         fix="torch.where or masks in place of .item() and boolean indexing, or no donate_argnums",
                     )
                 ) from error
-            return ()
+            return
         check_donation(args, out, self.donate_argnums)
-        return find_views(fakes, out, self.donate_argnums)
 
 
-def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Run a function on tensors without memory: its errors come out as they are, its result has shapes and dtypes.
-
-    Returns:
-        The positional arguments that it got, and its result.
-    """
+def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on tensors without memory: its errors come out as they are, its result has shapes and dtypes."""
     # A jit function in `fn` would hand tensors without memory to its program.
     with disable_jit(), compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = trees.map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
-        return fake_args, fn(*fake_args, **fake_kwargs)
+        return fn(*fake_args, **fake_kwargs)
 
 
 class _Captured(Exception):

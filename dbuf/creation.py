@@ -12,7 +12,7 @@ from dbuf import tree as trees
 from dbuf.buffer import DBuffer, check_leaves, is_buffer
 from dbuf.collectives import move
 from dbuf.compat import register_constant
-from dbuf.errors import TreeError, explain
+from dbuf.errors import PlacementError, TreeError, explain
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import (
@@ -84,6 +84,8 @@ def shard(
     present = tuple([leaf is not None for leaf in leaves])
     leaves = [leaf for leaf in leaves if leaf is not None]
     if not torch.compiler.is_compiling():
+        _check_mesh(mesh, broadcast_from)
+        _refuse_buffers(tensors)
         structure, _ = trees.Structure.of(tensors, _WHERE)
         check_leaves(leaves, structure.paths, _WHERE)
     all_shapes = tuple([tuple(leaf.shape) for leaf in leaves])
@@ -92,6 +94,38 @@ def shard(
     if broadcast_from is None:
         return DBuffer(_cut(leaves, spec), spec)
     return DBuffer(_broadcast(leaves, spec, broadcast_from), spec)
+
+
+def _check_mesh(mesh: DeviceMesh, broadcast_from: int | None) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise PlacementError(
+            explain(_WHERE, "no mesh.", got=repr(mesh), need="a mesh of ranks", fix="dbuf.init_mesh(('dp',))")
+        )
+    if broadcast_from is not None and broadcast_from not in range(mesh.size()):
+        raise PlacementError(
+            explain(
+                _WHERE,
+                "broadcast_from is no rank of the mesh.",
+                got=f"broadcast_from={broadcast_from!r} on {mesh.size()} ranks",
+                need=f"a number from 0 to {mesh.size() - 1}",
+                fix="broadcast_from=0",
+            )
+        )
+
+
+def _refuse_buffers(tensors: Any) -> None:
+    """A buffer is a node with a tensor in it, which would be taken for a full one."""
+    named = trees.flatten_with_paths(tensors, is_leaf=is_buffer)[0]
+    if bad := [f"tensors{path}: {leaf!r}" for path, leaf in named if is_buffer(leaf)]:
+        raise TreeError(
+            explain(
+                _WHERE,
+                "a buffer is sharded already.",
+                got="\n".join(bad),
+                need="full tensors",
+                fix="dbuf.redistribute(buf, placements), or dbuf.unpack(dbuf.allgather(buf)) for its tensors",
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)

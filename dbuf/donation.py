@@ -9,36 +9,44 @@ from typing import Any
 import torch
 
 from dbuf import tree as trees
-from dbuf.compat import storage_id
 from dbuf.errors import DbufError, TreeError, explain
 
-__all__ = ["check_donation", "check_memory", "find_views", "forms_of_donated", "write_back"]
+__all__ = ["check_donation", "check_memory", "forms_of_donated", "write_back"]
 
 _WHERE = "dbuf.jit"
 
 
-def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...], views: tuple[int, ...]) -> Any:
+def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> Any:
     """`out` with each paired part written into, and replaced by, the donated argument; runs inside the trace.
 
-    Inductor turns a trailing copy into the old tensor into a kernel that writes there in the first place. The further
-    results that are `views` of donated memory, see `find_views`, are copied before.
+    Inductor turns a trailing copy into the old tensor into a kernel that writes there in the first place.
+
+    Raises:
+        TreeError: A pair does not fit. The function may have taken another branch than when `check_donation` saw it.
     """
     if not donate_argnums:
         return out
     parts = list(out) if isinstance(out, tuple | list) else [out]
-    pairs = [
-        (old, new)
-        for k, i in enumerate(donate_argnums)
-        for old, new in zip(trees.leaves(args[i]), trees.leaves(parts[k]), strict=True)
-        if isinstance(old, torch.Tensor) and old is not new
-    ]
-    # All results are taken before any is written: one may be another donated argument, or a view of it. Inductor
-    # drops the clone of anything else.
+    pairs = []
+    for k, i in enumerate(donate_argnums):
+        if k >= len(parts) or trees.structure(args[i]) != trees.structure(parts[k]):
+            raise TreeError(_unpaired(i, k, "another structure", "that of the argument"))
+        for old, new in zip(trees.leaves(args[i]), trees.leaves(parts[k]), strict=True):
+            if isinstance(old, torch.Tensor):
+                if old.dtype != new.dtype or old.shape != new.shape:
+                    raise TreeError(_unpaired(i, k, f"{new.dtype} {new.shape}", f"{old.dtype} {old.shape}"))
+                pairs.append((old, new))
+    # All results are taken before any is written: one may be a donated argument, or a view of it. Inductor drops the
+    # clone of anything else.
     taken = [new.clone() for _, new in pairs]
-    if views:
-        further, treespec = trees.flatten(parts[len(donate_argnums) :])
-        further = [x.clone() if i in views else x for i, x in enumerate(further)]
-        parts[len(donate_argnums) :] = trees.unflatten(further, treespec)
+    others = [x for i, arg in enumerate(args) if i not in donate_argnums for x in trees.leaves(arg)]
+    donated = [old for old, _ in pairs]
+
+    def take(x: Any) -> Any:
+        is_other = any([x is other for other in others]) and not any([x is old for old in donated])
+        return x.clone() if isinstance(x, torch.Tensor) and not is_other else x
+
+    parts[len(donate_argnums) :] = trees.map(take, parts[len(donate_argnums) :])
     for (old, _), new in zip(pairs, taken, strict=True):
         old.copy_(new)
     for k, i in enumerate(donate_argnums):
@@ -86,23 +94,6 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
             fix="dbuf.tree.map(torch.Tensor.detach, params) before the first step",
         )
     check_memory(args, donate_argnums)
-
-
-def find_views(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> tuple[int, ...]:
-    """The further results that are donated tensors, or views of them, which are about to hold the new values.
-
-    Args:
-        args: The arguments that the function was called with; fake tensors will do.
-        out: What it returned for them.
-        donate_argnums: Which arguments are donated.
-
-    Returns:
-        Their numbers among the leaves of the results that pair with no argument.
-    """
-    parts = list(out) if isinstance(out, tuple | list) else [out]
-    donated = {storage_id(x) for i in donate_argnums for x in trees.leaves(args[i]) if isinstance(x, torch.Tensor)}
-    further = enumerate(trees.leaves(parts[len(donate_argnums) :]))
-    return tuple([i for i, x in further if isinstance(x, torch.Tensor) and storage_id(x) in donated])
 
 
 def forms_of_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> tuple[Hashable, ...]:

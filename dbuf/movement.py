@@ -19,6 +19,7 @@ from dbuf.layout import GlobalLayout
 from dbuf.mesh import runs_together
 from dbuf.placement import Placement, Placements, ShardLayout, describe, is_placement
 from dbuf.plan.route import split
+from dbuf.refusals import refuse_no_dtype
 from dbuf.spec import BufferSpec
 
 __all__ = ["allgather", "allreduce", "gather_for", "redistribute", "reduce_scatter", "view"]
@@ -212,6 +213,8 @@ def _move_all(
 ) -> Any:
     where = where or f"dbuf.{function}"
     given = require_buffers(bufs, where)
+    refuse_no_dtype(dtype, where)
+    refuse_no_dtype(grad_dtype, where)
     if placements is None and default is not None:
         wanted: list[Any] = [default(buf.spec) for buf in given]
     else:

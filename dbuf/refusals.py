@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from dbuf.errors import PlacementError, TreeError, explain
+import torch
+
+from dbuf.errors import DbufError, PlacementError, TreeError, explain
 from dbuf.placement import Placements, describe
 
-__all__ = ["refuse_other_reduction", "refuse_other_rows", "refuse_partial", "refuse_structure"]
+__all__ = ["refuse_no_dtype", "refuse_other_reduction", "refuse_other_rows", "refuse_partial", "refuse_structure"]
+
+
+def refuse_no_dtype(dtype: object, where: str) -> None:
+    """Raise `DbufError` for what should be a dtype, or None, and is neither; torch would take text for a device."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise DbufError(explain(where, "no dtype.", got=repr(dtype), need="a torch.dtype", fix="torch.bfloat16"))
 
 
 def refuse_other_reduction(spec: Any, axis: int, target: Placements, where: str) -> NoReturn:

@@ -285,6 +285,14 @@ def view_apart(x: torch.Tensor) -> torch.Tensor:
     return x if length is None else x[-(2**48) - length :]
 
 
+def test_tracingfailed_is_what_an_exception_in_traced_code_becomes() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("mine")
+
+    with pytest.raises(compat.TracingFailed, match="Observed exception"):
+        torch.compile(fail, fullgraph=True, backend="eager")(torch.ones(1))
+
+
 def test_merging_trace_length_tells_equal_nodes_apart_where_they_would_be_merged() -> None:
     x = torch.ones(3, requires_grad=True)
 

@@ -71,7 +71,7 @@ def _number_of_guards(jitted: Any) -> int:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     (program,) = jitted._programs.values()
-    newest = _debug_get_cache_entry_list(program.run._torchdynamo_orig_callable.__code__)[0]
+    newest = _debug_get_cache_entry_list(program._compiled._torchdynamo_orig_callable.__code__)[0]
     return len([line for line in str(newest.guard_manager).splitlines() if "+- " in line])
 
 
@@ -212,7 +212,7 @@ def test_a_run_on_fakes_neither_runs_nor_draws() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     buf = _buffer(1.0, 2.0)
-    _, out = run_on_fakes(_noisy, (buf,), {})
+    out = run_on_fakes(_noisy, (buf,), {})
     testing.assert_bitwise(torch.get_rng_state(), before)
     assert out.spec == buf.spec and out.local.shape == (2,)
     testing.assert_bitwise(buf.local, torch.tensor([1.0, 2.0]))

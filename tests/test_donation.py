@@ -78,6 +78,44 @@ def test_results_keep_their_structure() -> None:
     assert lone(buf).local.data_ptr() == pointer
 
 
+def _logged(buf: Any, x: torch.Tensor, how: str = "") -> tuple[Any, Any]:
+    """Another branch for another flag, another size of the batch, and for an argument that is the donated memory."""
+    if how in ("wide", "partial"):
+        wide = dbuf.cast(buf, torch.float64)
+        return wide if how == "wide" else dbuf.DBuffer(buf.local + 1, buf.spec.dual()), x
+    log = buf.local if how == "old" or x.shape[0] > 4 else x
+    return tree.map(lambda local: local + 1, buf), log
+
+
+@pytest.mark.parametrize("how, rows, share", [("old", 2, False), ("", 8, False), ("", 4, True)])
+def test_a_later_branch_keeps_old_numbers_too(how: str, rows: int, share: bool) -> None:
+    step = dbuf.jit(_logged, donate_argnums=0)
+    x = torch.zeros(4)
+    assert step(_state(4)[0]["a"], x)[1] is x
+    buf = _state(4)[0]["a"]
+    old = buf.local.clone()
+    new, log = step(buf, buf.local if share else torch.zeros(rows), how)
+    testing.assert_bitwise((new.local, log), (old + 1, old))
+
+
+@pytest.mark.parametrize("how, need", [("wide", "float32"), ("partial", "Replicate")])
+def test_a_later_branch_that_does_not_pair_is_refused(how: str, need: str) -> None:
+    step = dbuf.jit(_logged, donate_argnums=0)
+    mesh = dbuf.init_mesh(("dp",))
+    buf = dbuf.shard({"w": torch.arange(4.0)}, mesh, dbuf.Replicate())
+    buf, _ = step(buf, torch.zeros(4))
+    with pytest.raises(TreeError, match=f"argument 0 is donated, but result 0 does not fit(?s:.*){need}"):
+        step(buf, torch.zeros(4), how)
+    testing.assert_bitwise(buf.local, torch.arange(4.0) + 1)
+
+
+def test_a_donated_buffer_that_the_function_also_finds_outside_keeps_its_numbers() -> None:
+    found = _state(4)[0]["a"]
+    old = found.local.clone()
+    new, outside = dbuf.jit(lambda buf: (tree.map(lambda x: 2 * x, buf), found), donate_argnums=0)(found)
+    testing.assert_bitwise((new.local, outside.local), (2 * old, old))
+
+
 _GRID = (4, 6)
 _MOVES = {
     "flip": lambda w: w.flip(0),

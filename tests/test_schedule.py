@@ -166,11 +166,17 @@ def test_what_runs_behind_compute_and_what_is_alive() -> None:
 # Reductions on gloo.
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int32)
+DTYPES = (torch.float32, torch.int32)
+ROUNDED = (torch.bfloat16, torch.float16, torch.bool)  # a sum that is fused into its readers would have other values
 
 
 def _reduce(bufs: dict[str, dbuf.DBuffer]) -> dict[str, dbuf.DBuffer]:
     return dbuf.reduce_scatter(bufs, RowAtomic())
+
+
+def _reduce_and_read(bufs: dict[str, dbuf.DBuffer]) -> Any:
+    sums = _reduce(bufs)
+    return sums, {name: dbuf.cast(buf, torch.float32).local * 3 for name, buf in sums.items()}
 
 
 def _reduce_all(bufs: dict[str, dbuf.DBuffer]) -> dict[str, dbuf.DBuffer]:
@@ -190,10 +196,9 @@ def _with_and_without_exchange(fn: Any, *args: Any) -> dict[bool, Any]:
 
 def _reductions() -> dict[bool, Any]:
     mesh, rank = dbuf.init_mesh(("dp",)), dist.get_rank()
-    whole = {
-        str(dtype): dbuf.shard({"w": torch.arange(14, dtype=dtype) * (rank + 1)}, mesh, Partial()) for dtype in DTYPES
-    }
-    return _with_and_without_exchange(_reduce, whole)
+    numbers = 4001 * (rank + 1) * torch.arange(14)  # of which fp16 holds no sum, and bf16 rounds them all
+    whole = {str(dtype): dbuf.shard({"w": numbers.to(dtype)}, mesh, Partial()) for dtype in (*DTYPES, *ROUNDED)}
+    return _with_and_without_exchange(_reduce_and_read, whole)
 
 
 @pytest.mark.slow
@@ -201,11 +206,14 @@ def _reductions() -> dict[bool, Any]:
 def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
     """The same numbers; the report says what it means."""
     for got in testing.run(_reductions, world_size=ranks):
-        (on, x, report), (off, y, expected) = got[True], got[False]
-        assert (on, off) == (["all_to_all_single"] * len(DTYPES), ["reduce_scatter_tensor"] * len(DTYPES))
-        assert report == expected == {"reduce_scatter": len(DTYPES)}
+        (on, (x, read), report), (off, (y, expected_read), expected) = got[True], got[False]
+        count = len(DTYPES) + len(ROUNDED)
+        assert sorted(on) == ["all_to_all_single"] * len(DTYPES) + ["reduce_scatter_tensor"] * len(ROUNDED)
+        assert off == ["reduce_scatter_tensor"] * count
+        assert report == expected == {"reduce_scatter": count}
         for name in x:
             testing.assert_bitwise(x[name].local, y[name].local)  # and dtypes: a sum of integers is no int64
+        testing.assert_bitwise(read, expected_read)
 
 
 def _with_ones(buf: dbuf.DBuffer) -> dbuf.DBuffer:

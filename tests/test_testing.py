@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,24 @@ def test_every_world_size_has_a_group_of_its_own(world_size: int) -> None:
 def test_ranks_have_their_environment() -> None:
     got = testing.run(_environment, world_size=2)
     assert got == [("0", "0", "2", "1", "1"), ("1", "1", "2", "1", "1")]
+
+
+def _leave_modes_behind() -> Any:
+    found = torch.get_default_dtype(), torch.is_grad_enabled(), os.environ.get("LEFT")
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT"] = "here"
+    return found
+
+
+def test_modes_and_environment_of_one_case_do_not_reach_the_next() -> None:
+    for _ in range(2):
+        assert testing.run(_leave_modes_behind, world_size=2) == [(torch.float32, True, None)] * 2
+
+
+def test_a_rank_cannot_start_a_pool_of_its_own() -> None:
+    with pytest.raises(testing.WorkerError, match="a rank of the pool would start a pool of its own"):
+        testing.run(lambda: testing.run(os.getpid, world_size=2), world_size=1)
 
 
 def test_processes_are_used_again_when_the_world_shrinks_and_grows() -> None:

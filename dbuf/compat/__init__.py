@@ -38,6 +38,7 @@ from dbuf.compat.runtime import (
 )
 from dbuf.compat.tracing import (
     BackendFailed,
+    TracingFailed,
     allow_in_graph,
     call_with_side_effects,
     compile_once,
@@ -59,6 +60,7 @@ __all__ = [
     "GetAttrKey",
     "NeedsRealTensors",
     "ScheduledOp",
+    "TracingFailed",
     "TreeSpec",
     "allow_in_graph",
     "annotate",

@@ -14,12 +14,14 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
+from torch._dynamo.exc import Unsupported as TracingFailed
 from torch._library import opaque_object
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import get_current_meta
 
 __all__ = [
     "BackendFailed",
+    "TracingFailed",
     "allow_in_graph",
     "call_with_side_effects",
     "compile_once",

@@ -56,7 +56,7 @@ def take_before_writing(graph: Graph) -> int:
 def _is_view(node: Node) -> bool:
     """Whether a node is a view of what is computed, also through copies."""
     while node.target is _CLONE:
-        node = node.args[0]
+        (node,) = node.all_input_nodes
     return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
 
 

@@ -17,7 +17,8 @@ def exchange_on_gloo(graph: Graph) -> int:
 
     gloo reduces everything to everyone, in a copy, and keeps a part. The exchange sends half the bytes or less and
     copies nothing; the sum over ranks, in fp32, is fused into what reads it. A report that is read before this pass
-    says what a step means. Groups of other backends keep their reduce-scatter.
+    says what a step means. Groups of other backends keep their reduce-scatter, and so do bf16 and fp16: what reads the
+    sum would read it before it is rounded, or has overflowed.
 
     Args:
         graph: A flat graph, changed in place.
@@ -32,7 +33,7 @@ def exchange_on_gloo(graph: Graph) -> int:
             continue
         x, reduction, ranks, group = node.args
         result = node.meta["val"]
-        if reduction != "sum" or result.ndim != 1 or group_backend(group) != "gloo":
+        if reduction != "sum" or result.ndim != 1 or not _sums_alike(result.dtype) or group_backend(group) != "gloo":
             continue
         each = [result.numel()] * ranks
         with graph.inserting_before(node):
@@ -50,3 +51,8 @@ def exchange_on_gloo(graph: Graph) -> int:
         graph.erase_node(node)
         changed += 1
     return changed
+
+
+def _sums_alike(dtype: torch.dtype) -> bool:
+    """Whether a sum that Inductor fuses into its readers has the values that a reduction in this dtype has."""
+    return dtype != torch.bool and (dtype.itemsize >= 4 if dtype.is_floating_point else True)

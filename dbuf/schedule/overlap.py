@@ -26,7 +26,8 @@ class Overlap:
         reductions: Wait for reductions late: when the next one has started.
         groups_in_flight: Gathered groups alive at once, the one in use included.
         exchange: On gloo, gather and reduce by an all-to-all: gathers without a copy, reductions with a local sum,
-            half the bytes, and sums in fp32. From three ranks on a sum may then differ from eager's in its last bit.
+            and half the bytes; not what travels in bf16 or fp16. From three ranks on a sum may then differ from eager's
+            in its last bit.
         report: Called with a line about what was done, such as `print`, at every compilation.
     """
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
 
-from dbuf.errors import DbufError, require_positive
+from dbuf.errors import DbufError, explain, require_positive
 from dbuf.testing.process import START_TIMEOUT_S, Template, Worker
 from dbuf.testing.protocol import (
     Answer,
@@ -23,6 +23,7 @@ from dbuf.testing.protocol import (
     Stop,
     WorkerError,
     WorkerTimeout,
+    is_worker,
     load_cloudpickle,
 )
 from dbuf.testing.sending import Sender, import_path
@@ -60,7 +61,7 @@ def run(fn: Callable[..., T], *args: object, world_size: int = 4, timeout_s: flo
     Raises:
         WorkerError: If a rank raised or died, with the traceback of every failing rank.
         WorkerTimeout: If ranks were still running after `timeout_s`, with the stacks of each.
-        DbufError: If `world_size` is not a positive int.
+        DbufError: If `world_size` is not a positive int, or the caller is itself a rank of a pool.
         ImportError: If cloudpickle is missing.
 
     Example:
@@ -69,6 +70,16 @@ def run(fn: Callable[..., T], *args: object, world_size: int = 4, timeout_s: flo
         [10, 11]
     """
     require_positive(world_size, "world_size", "dbuf.testing.run", DbufError)
+    if is_worker():
+        raise DbufError(
+            explain(
+                "dbuf.testing.run",
+                "a rank of the pool would start a pool of its own.",
+                got=f"a call in process {os.getpid()}, a rank; often one at the top of a module that it imports",
+                need="calls from the process that the pool belongs to",
+                fix="put the call into a test, or under `if __name__ == '__main__':`",
+            )
+        )
     return _pool_of(os.getpid()).run(fn, args, world_size, timeout_s)
 
 

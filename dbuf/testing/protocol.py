@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Mapping
 from types import ModuleType
 
 from dbuf.errors import explain
+
+_WORKER_PID = "DBUF_TESTING_WORKER_PID"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,16 @@ class Answer:
 
     ok: bool
     payload: bytes
+
+
+def mark_worker() -> None:
+    """Remember that this process is a rank of a pool."""
+    os.environ[_WORKER_PID] = str(os.getpid())
+
+
+def is_worker() -> bool:
+    """Whether this process is a rank of a pool; one that a rank has started is none."""
+    return os.environ.get(_WORKER_PID) == str(os.getpid())
 
 
 class WorkerError(RuntimeError):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dbuf.compat import call_with_room, destroy_subgroups, forget_programs, release_groups
-from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle
+from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle, mark_worker
 
 _CASES_PER_SWEEP = 50
 _GARBAGE_THRESHOLDS = (1_000_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
@@ -41,10 +41,12 @@ def main(connection_fd: int, stack_path: str) -> None:
     torch.set_num_threads(1)
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
     load_cloudpickle()
+    mark_worker()
+    environment = dict(os.environ)
     _tidy(sweep=False)
     with Connection(connection_fd) as connection:
         connection.send(Answer(True, b""))
-        call_with_room(_serve, connection)
+        call_with_room(_serve, connection, environment)
 
 
 def _watch_parent(connection_fd: int, stack_path: str) -> None:
@@ -56,7 +58,7 @@ def _watch_parent(connection_fd: int, stack_path: str) -> None:
     os._exit(1)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
     cases = 0
     while True:
         try:
@@ -67,16 +69,16 @@ def _serve(connection: Connection) -> None:
             return
         if isinstance(message, Case):
             cases += 1
-            reply = _run_case(message, sweep=cases % _CASES_PER_SWEEP == 0)
+            reply = _run_case(message, environment, sweep=cases % _CASES_PER_SWEEP == 0)
         else:
             reply = _leave(message)
         connection.send(reply)
 
 
-def _run_case(case: Case, sweep: bool) -> Answer:
+def _run_case(case: Case, environment: dict[str, str], sweep: bool) -> Answer:
     cloudpickle = load_cloudpickle()
     try:
-        _enter(case)
+        _enter(case, environment)
         fn, args = cloudpickle.loads(case.payload)
         _adopt_main(fn)
         return Answer(True, cloudpickle.dumps(fn(*args)))
@@ -93,17 +95,21 @@ def _adopt_main(fn: Callable[..., object]) -> None:
         main_names.update((k, v) for k, v in getattr(fn, "__globals__", {}).items() if not k.startswith("__"))
 
 
-def _enter(case: Case) -> None:
-    """Make this process rank `case.rank`: paths, environment, seeds and the default process group."""
+def _enter(case: Case, environment: dict[str, str]) -> None:
+    """Make this process rank `case.rank`: paths, environment, torch's modes and seeds, the default process group."""
     sys.path[:] = case.sys_path
     importlib.invalidate_caches()
     os.chdir(case.cwd)
+    os.environ.clear()
     os.environ.update(
+        environment,
         RANK=str(case.rank),
         LOCAL_RANK=str(case.rank),
         WORLD_SIZE=str(case.world_size),
         LOCAL_WORLD_SIZE=str(case.world_size),
     )
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
     random.seed(0)
     torch.manual_seed(0)
     if dist.is_initialized():

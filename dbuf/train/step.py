@@ -17,6 +17,7 @@ from dbuf.errors import DbufError, PlacementError, explain, require_positive
 from dbuf.mesh import DeviceMesh
 from dbuf.movement import redistribute
 from dbuf.optim import GradientTransformation, apply_updates
+from dbuf.optim.base import state_dtype
 from dbuf.reduce import global_norm, pmean, psum
 from dbuf.train.state import Strategies, TrainState, of_each, resting_weights
 from dbuf.transforms import value_and_grad, widest_mesh
@@ -61,8 +62,9 @@ def make_train_step(
             buffers. Tensors of a buffer on a smaller mesh differ along the axes that it lacks.
 
     Returns:
-        The step. `metrics` holds, equal on all ranks, `"loss"`, `"grad_norm"` (before clipping), with
-        `skip_nonfinite` the count `"skipped"`, and with `has_aux` `"aux"`.
+        The step. `metrics` holds `"loss"`, `"grad_norm"` (before clipping), with `skip_nonfinite` the count
+        `"skipped"`, and with `has_aux` `"aux"`; equal on all ranks, but for loss and aux along axes that `mean_over`
+        leaves out.
 
     Raises:
         DbufError: At the call: a batch that cannot be cut, a state of another strategy or dtype, several meshes of
@@ -167,12 +169,14 @@ def _report(values: list[Any], has_aux: bool, mesh: DeviceMesh, axes: Any) -> tu
     def over_all(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
             return leaves[0]
-        total = leaves[0]
+        floating = leaves[0].is_floating_point()
+        wide = state_dtype(leaves[0].dtype) if floating else torch.int64  # counts do not fit into uint8, nor into bool
+        total = leaves[0].to(wide)
         for leaf in leaves[1:]:
-            total = total + leaf
-        if total.is_floating_point():
-            return pmean(total * (1.0 / len(leaves)), mesh, axes)
-        return psum(total.to(torch.int64), mesh, axes)
+            total = total + leaf.to(wide)
+        if floating:
+            return pmean(total * (1.0 / len(leaves)), mesh, axes).to(leaves[0].dtype)
+        return psum(total, mesh, axes)
 
     return trees.map(over_all, *pairs)  # type: ignore[no-any-return]
 

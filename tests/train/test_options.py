@@ -39,7 +39,14 @@ def _aux() -> Any:
     inner = models.language_loss()
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        aux = {"mean": batch["tokens"].float().mean(), "count": batch["tokens"][:, 1:].ne(0).sum(), "name": "lm"}
+        tokens = batch["tokens"]
+        aux = {
+            "mean": tokens.float().mean(),
+            "count": tokens[:, 1:].ne(0).sum(),
+            "flag": (tokens >= 0).all(),
+            "small": torch.tensor(200, dtype=torch.uint8),
+            "name": "lm",
+        }
         return inner(params, batch["tokens"]), aux
 
     step = make_train_step(loss_fn, optimizer, strategy, has_aux=True, microbatches=3)
@@ -52,6 +59,7 @@ def test_floating_aux_is_averaged_and_counts_are_summed() -> None:
     for aux in testing.run(_aux, world_size=2):
         testing.assert_close(aux["mean"], tokens.float().mean())
         assert aux["count"] == tokens[:, 1:].ne(0).sum()
+        assert (aux["flag"], aux["small"]) == (2 * 3, 200 * 2 * 3)  # ranks and microbatches
         assert aux["name"] == "lm"
 
 
