@@ -29,6 +29,7 @@ from dbuf.placement import (
     normalize,
     num_sharded,
 )
+from dbuf.plan.blocks import scale_layout
 from dbuf.plan.choice import check_fits, plan_layout
 from dbuf.plan.route import Steps, plan_route
 from dbuf.plan.selection import merge_steps, select_layout, selection_steps
@@ -252,6 +253,10 @@ class BufferSpec:
         """The same buffer for gathers in other dtypes; those that a gather names itself go before these."""
         return BufferSpec(self.mesh, self.placements, self.layout, self.tree, (dtype, grad_dtype))
 
+    def of_scales(self, block: int) -> BufferSpec:
+        """The spec of one number for each block of `block` elements of each row, held by who holds the block."""
+        return BufferSpec(self.mesh, self.placements, scale_layout(self.layout, block), self.tree)
+
     def gathered_placements(self) -> Placements:
         """These placements with every sharded axis replicated."""
         return tuple(Replicate() if is_sharded(p) else p for p in self.placements)
@@ -332,6 +337,7 @@ register_constant(
         "dual",
         "wire",
         "with_wire",
+        "of_scales",
         "gathered_placements",
         "reduced_placements",
         "route",

@@ -42,6 +42,7 @@ SAMPLE_BYTES, TEMPERATURE = 400, 0.8
 MAX_TEXT_BYTES = 10_000_000
 SKIP = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
+OPTIMIZERS = ("adamw", "adamw8bit", "lion", "muon", "shampoo")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 Tensors = dict[str, torch.Tensor]
@@ -181,6 +182,25 @@ def learning_rate(peak: float, steps: int) -> Callable[[torch.Tensor], torch.Ten
     return at
 
 
+def make_optimizer(name: str, rate: dbuf.optim.LearningRate) -> dbuf.optim.GradientTransformation:
+    """One for all, or one for the matrices of the blocks and AdamW for embedding, head and norms."""
+    optim, adamw = dbuf.optim, dbuf.optim.adamw(rate, b2=B2, weight_decay=WEIGHT_DECAY)
+    if name == "adamw":
+        return adamw
+    if name == "adamw8bit":
+        return optim.adamw8bit(rate, b2=B2, weight_decay=WEIGHT_DECAY)
+    if name == "lion":
+        return optim.lion(rate, weight_decay=WEIGHT_DECAY)
+    if name == "muon":  # its updates as large as AdamW's, so that one learning rate does for both
+        matrices = optim.muon(rate, weight_decay=WEIGHT_DECAY, scale="match_rms_adamw")
+    else:
+        matrices = optim.shampoo(rate, weight_decay=WEIGHT_DECAY)
+    return optim.partition(
+        {name: matrices, "adamw": adamw},
+        lambda path, shape: name if "block" in path and optim.is_matrix(path, shape) else "adamw",
+    )
+
+
 def make_loss(head_dim: int) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     def loss_fn(params: Any, window_bt: torch.Tensor) -> torch.Tensor:
         logits_btv = forward(params, window_bt[:, :-1], head_dim, dbuf.gathered)
@@ -230,7 +250,7 @@ def train(args: argparse.Namespace, text: bytes) -> None:
         )
         for name, tensors in weights(args.width, args.layers)
     }
-    optimizer = dbuf.optim.adamw(learning_rate(args.lr, args.steps), b2=B2, weight_decay=WEIGHT_DECAY)
+    optimizer = make_optimizer(args.optimizer, learning_rate(args.lr, args.steps))
     state = init(params, optimizer, strategy, compute_dtype=dtype)
     loss_fn = make_loss(args.width // args.heads)
     step: Any = make_train_step(
@@ -323,6 +343,7 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, default=LAYERS, help="blocks")
     add("--heads", type=int, default=HEADS, help="attention heads")
     add("--lr", type=float, default=LEARNING_RATE, help="peak learning rate")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon and shampoo: of the blocks' matrices")
     add("--strategy", choices=STRATEGIES, default="zero3", help="where weights, gradients and optimizer state live")
     add("--microbatches", type=int, default=1, help="pieces that a batch is cut into, one after the other")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of compute and gathers")

@@ -9,6 +9,7 @@ from dbuf.optim.lion import lion, scale_by_lion
 from dbuf.optim.muon import muon, orthogonalize
 from dbuf.optim.partition import partition
 from dbuf.optim.paths import Rule, is_matrix
+from dbuf.optim.quantized import Quantized, adamw8bit, quantized
 from dbuf.optim.scale import (
     LearningRateState,
     ScaleByAdamState,
@@ -22,16 +23,19 @@ from dbuf.optim.scale import (
 )
 from dbuf.optim.schedules import Schedule, constant, linear_warmup, warmup_cosine, warmup_stable_decay
 from dbuf.optim.sgd import sgd
+from dbuf.optim.shampoo import shampoo
 
 __all__ = [
     "GradientTransformation",
     "LearningRate",
     "LearningRateState",
+    "Quantized",
     "Rule",
     "ScaleByAdamState",
     "Schedule",
     "TraceState",
     "adamw",
+    "adamw8bit",
     "add_decayed_weights",
     "apply_updates",
     "by_owner",
@@ -45,12 +49,14 @@ __all__ = [
     "muon",
     "orthogonalize",
     "partition",
+    "quantized",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
     "set_learning_rate",
     "sgd",
+    "shampoo",
     "trace",
     "warmup_cosine",
     "warmup_stable_decay",

@@ -80,7 +80,7 @@ def by_owner(
 
     def init_all(params: PyTree) -> list[PyTree]:
         parts = [part for part in _parts(params, params, select) if part is not None]
-        return [_init_state(init, target, part) for part, target in _with_targets(parts, owners)]
+        return [_init_state(init, owners, target, part) for part, target in _with_targets(parts, owners)]
 
     def update_all(grads: PyTree, state: list[PyTree], params: PyTree) -> tuple[PyTree, list[PyTree]]:
         require_same_specs(_WHERE, params, grads=grads)
@@ -123,6 +123,13 @@ class _Owners:
                 out[k] = specs[k].with_layout((TensorAtomic(),) * mesh.ndim, layout, _WHERE)
         return tuple(out)
 
+    def of_state(self, target: BufferSpec, shapes: tuple[Shape, ...]) -> BufferSpec:
+        """The spec of one tensor of state a parameter, each with the parameter's owner."""
+        cuts = target.layout.rank_to_offset
+        owners = [max(bisect_right(cuts, at) - 1, 0) for at in target.layout.tensor_to_offset]
+        layout = plan_tensor_atomic(shapes, target.layout.dp_size, tensor_owners=owners)
+        return BufferSpec(target.mesh, target.placements, layout, target.tree)
+
 
 @lru_cache(maxsize=256)
 def _layouts(shapes: tuple[tuple[Shape, ...], ...], num_ranks: int, cost: Cost) -> tuple[GlobalLayout, ...]:
@@ -134,7 +141,7 @@ def _layouts(shapes: tuple[tuple[Shape, ...], ...], num_ranks: int, cost: Cost) 
     )
 
 
-register_constant(_Owners, ("targets", "__eq__", "__hash__"))
+register_constant(_Owners, ("targets", "of_state", "__eq__", "__hash__"))
 
 
 def _parts(bufs: PyTree, params: PyTree, rule: Rule | None) -> list[DBuffer | None]:
@@ -221,7 +228,7 @@ def _pack(owned: dict[int, torch.Tensor], like: DBuffer) -> DBuffer:
     return pack(tree.fill(leaves, spec.treespec(), spec.present()), like)
 
 
-def _init_state(init: Callable[[torch.Tensor], PyTree], target: BufferSpec, part: DBuffer) -> PyTree:
+def _init_state(init: Callable[[torch.Tensor], PyTree], owners: _Owners, target: BufferSpec, part: DBuffer) -> PyTree:
     """The state of one buffer: for each leaf of `init`'s tree a buffer with that tensor of every parameter."""
     dtype, device = state_dtype(part.dtype), part.device
     shapes = target.global_shapes()
@@ -229,14 +236,11 @@ def _init_state(init: Callable[[torch.Tensor], PyTree], target: BufferSpec, part
     if not templates:
         return ()
     _check_states(templates, target)
-    owners = [max(bisect_right(target.layout.rank_to_offset, at) - 1, 0) for at in target.layout.tensor_to_offset]
     own = {t for t, at in enumerate(target.part_of_tensor()) if at >= 0}
     made = {t: tree.leaves(init(torch.zeros(shapes[t], dtype=dtype, device=device))) for t in own}
     state = []
     for i, leaf in enumerate(templates[0][0]):
-        leaf_shapes = [tuple(leaves[i].shape) for leaves, _ in templates]
-        layout = plan_tensor_atomic(leaf_shapes, target.layout.dp_size, tensor_owners=owners)
-        spec = BufferSpec(target.mesh, target.placements, layout, target.tree)
+        spec = owners.of_state(target, tuple([tuple(leaves[i].shape) for leaves, _ in templates]))
         like = DBuffer(torch.zeros(spec.local_numel(), dtype=leaf.dtype, device=device), spec)
         state.append(_pack({t: made[t][i] for t in own}, like))
     return tree.unflatten(state, templates[0][1])

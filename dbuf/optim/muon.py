@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from dbuf.errors import DbufError, TreeError, explain
+from dbuf.errors import DbufError, explain
 from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, named
 from dbuf.optim.by_owner import by_owner
 from dbuf.optim.decay import add_decayed_weights
-from dbuf.optim.paths import decide, is_matrix
+from dbuf.optim.paths import require_matrices
 from dbuf.optim.scale import ema, scale_by_learning_rate
 
 __all__ = ["COEFFICIENTS", "muon", "orthogonalize"]
@@ -111,7 +111,7 @@ def muon(
     )
 
     def init(params: PyTree) -> PyTree:
-        _require_matrices(params)
+        require_matrices("dbuf.optim.muon", params)
         return inner.init(params)
 
     return named("muon", GradientTransformation(init, inner.update))
@@ -150,25 +150,6 @@ def orthogonalize(
         gram = wide @ wide.mT
         wide = a * wide + (b * gram + c * (gram @ gram)) @ wide
     return (wide if x.shape[-2] <= x.shape[-1] else wide.mT).to(x.dtype)
-
-
-def _require_matrices(params: PyTree) -> None:
-    bad = [
-        f"tensor {i} of {buf.spec.tree_paths()}: {buf.spec.global_shapes()[i]}"
-        for buf, found in decide(is_matrix, params)
-        for i, matrix in enumerate(found)
-        if not matrix
-    ]
-    if bad:
-        raise TreeError(
-            explain(
-                "dbuf.optim.muon",
-                "not every tensor is a matrix.",
-                got="\n".join(bad),
-                need="tensors of two dimensions, or stacks of matrices",
-                fix="dbuf.optim.partition({'muon': muon(...), 'adamw': adamw(...)}, rule)",
-            )
-        )
 
 
 def _require_known(name: str, value: str, known: dict[str, Any]) -> None:

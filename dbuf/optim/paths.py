@@ -11,8 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from dbuf import tree
 from dbuf.buffer import DBuffer, is_buffer
+from dbuf.errors import TreeError, explain
 
-__all__ = ["Rule", "decide", "is_matrix"]
+__all__ = ["Rule", "decide", "is_matrix", "require_matrices"]
 
 _T = TypeVar("_T")
 
@@ -39,3 +40,23 @@ def decide(rule: Callable[[str, tuple[int, ...]], _T], params: Any) -> list[tupl
             tensors = zip(buf.spec.tree_paths(), buf.spec.global_shapes(), strict=True)
             out.append((buf, [rule(place + path, shape) for path, shape in tensors]))
     return out
+
+
+def require_matrices(where: str, params: Any) -> None:
+    """Refuse tensors of fewer than two dimensions.
+
+    Raises:
+        TreeError: Names every one.
+    """
+    named = [found for _, of_buffer in decide(lambda path, shape: (path, shape), params) for found in of_buffer]
+    bad = [f"{path}: {shape}" for path, shape in named if not is_matrix(path, shape)]
+    if bad:
+        raise TreeError(
+            explain(
+                where,
+                "not every tensor is a matrix.",
+                got="\n".join(bad),
+                need="tensors of two dimensions, or stacks of matrices",
+                fix="dbuf.optim.partition({'matrices': muon(...), 'rest': adamw(...)}, rule)",
+            )
+        )

@@ -70,7 +70,7 @@ def warmup_stable_decay(
         >>> [round(rate(torch.tensor(step)).item(), 2) for step in (0, 1, 5, 7, 9)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    stable = total_steps - warmup_steps - decay_steps + 1
+    stable = total_steps - warmup_steps - decay_steps
     _require_steps("warmup_stable_decay", warmup_steps=warmup_steps, decay_steps=decay_steps, stable_steps=stable)
 
     def rate(step: torch.Tensor) -> torch.Tensor:

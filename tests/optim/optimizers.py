@@ -124,6 +124,29 @@ def muon(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], step: i
     return (1 - 0.1 * rate) * param - rate * 0.2 * math.sqrt(max(param.shape)) * x.float()
 
 
+@of_each_matrix
+def shampoo(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], step: int, rate: float) -> torch.Tensor:
+    """In double precision, the power of a matrix by its singular values."""
+    g, (rows, columns) = grad.double(), param.shape
+    old = state or {"left": torch.zeros(rows, rows), "right": torch.zeros(columns, columns), "square": 0.0, "mean": 0.0}
+    state.update(
+        left=0.99 * old["left"] + 0.01 * g @ g.T,
+        right=0.99 * old["right"] + 0.01 * g.T @ g,
+        square=0.99 * old["square"] + 0.01 * g * g,
+    )
+    correction = 1 - 0.99 ** (step + 1)
+
+    def root(x: torch.Tensor) -> torch.Tensor:
+        x = x / correction
+        u, s, _ = torch.linalg.svd(x + 1e-6 * x.trace() * torch.eye(len(x)))
+        return u @ torch.diag(s**-0.25) @ u.T
+
+    direction = root(state["left"]) @ g @ root(state["right"])
+    direction *= (g / ((state["square"] / correction).sqrt() + 1e-6)).norm() / direction.norm()
+    state["mean"] = 0.9 * old["mean"] + 0.1 * direction
+    return param - rate * state["mean"].float()
+
+
 def masked(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], step: int, rate: float) -> torch.Tensor:
     decay = 0.1 if param.ndim >= 2 else 0.0
     return torchs(lambda p: torch.optim.AdamW(p, weight_decay=decay))(param, grad, state, step, rate)
@@ -157,6 +180,7 @@ CASES = {
         split,
         elementwise=False,
     ),
+    "shampoo": Case(lambda rate: optim.shampoo(rate), shampoo, MATRICES, elementwise=False),
     "by_owner": Case(by_owner, by_owner_reference, elementwise=False),
 }
 

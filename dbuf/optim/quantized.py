@@ -1,0 +1,214 @@
+"""Optimizer state in 8 bits: a code for each element, and a scale for each block of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from dbuf import tree
+from dbuf.buffer import DBuffer, is_buffer
+from dbuf.errors import DbufError, explain, require_positive
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, named, require_same_specs
+from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.partition import partition
+from dbuf.optim.paths import Rule
+from dbuf.optim.scale import scale_by_adam, scale_by_learning_rate
+from dbuf.plan.blocks import blocks_in_row
+
+__all__ = ["Quantized", "adamw8bit", "is_large_matrix", "quantized"]
+
+_WHERE = "dbuf.optim.quantized"
+_MIN_ROW, _MIN_NUMEL = 64, 4096
+
+
+class Quantized(NamedTuple):
+    """A buffer in 8 bits.
+
+    Attributes:
+        codes: uint8, placed and laid out like the parameters.
+        scales: The largest magnitude of each block, float32, cut between ranks where the codes are.
+    """
+
+    codes: DBuffer
+    scales: DBuffer
+
+
+def is_large_matrix(path: str, shape: tuple[int, ...]) -> bool:
+    """Whether `quantized` takes a tensor: two dimensions, rows of 64 elements and 4096 in all, or more of each.
+
+    Vectors are never taken: layouts may cut them anywhere, and the codes would depend on where.
+
+    Example:
+        >>> is_large_matrix("['up']", (64, 64)), is_large_matrix("['bias']", (8192,))
+        (True, False)
+    """
+    numel = torch.Size(shape).numel()
+    return len(shape) >= 2 and numel >= _MIN_NUMEL and numel // shape[0] >= _MIN_ROW
+
+
+def quantized(
+    transformation: GradientTransformation,
+    *,
+    block: int = 256,
+    select: Rule = is_large_matrix,
+    unsigned: Callable[[str], bool] = lambda path: ".nu" in path,
+) -> GradientTransformation:
+    """Keep the state of an element-wise transformation in 8 bits.
+
+    A block is `block` consecutive elements of one row of the logical tensor (the elements at one index of dimension 0);
+    the last of a row may be short. No layout cuts a row, so the codes are the same on any number of ranks. Each block
+    is divided by its largest magnitude, and each element takes the nearest of 256 values of the dynamic map, which are
+    dense near zero. State is float32 during an update.
+
+    Args:
+        transformation: Element-wise: its state is made of buffers like the parameters, and of 0-d tensors.
+        block: Elements of a block.
+        select: `select(path, shape)` says which tensors; the state of others stays float32. By default large matrices.
+        unsigned: `unsigned(path)` says by its path in the state which buffers hold no negative number, and need no
+            sign: by default the `nu` of Adam.
+
+    Returns:
+        `partition({"quantized": ..., "full": ...})`; the state of the first has a `Quantized` in place of each buffer.
+
+    Raises:
+        PlacementError: In `update`, gradients are not placed and laid out like the parameters.
+        DbufError: `block` is no positive number, or a state is not like the parameters.
+
+    Communication:
+        That of the transformation.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861: the
+        dynamic map, and blocks; there of 2048 elements of the flat tensor.
+    """
+    require_positive(block, "block", _WHERE, DbufError)
+
+    def shrink(state: PyTree, params: PyTree) -> PyTree:
+        specs = {buf.spec for buf in tree.leaves(params, is_leaf=is_buffer) if is_buffer(buf)}
+        named_leaves, structure = tree.flatten_with_paths(state, is_leaf=is_buffer)
+        out = []
+        for path, leaf in named_leaves:
+            if is_buffer(leaf) and leaf.spec not in specs:
+                _refuse_state(path)
+            out.append(_quantize(leaf, block, unsigned(path)) if is_buffer(leaf) else leaf)
+        return tree.unflatten(out, structure)
+
+    def grow(state: PyTree) -> PyTree:
+        named_leaves, structure = tree.flatten_with_paths(state, is_leaf=_is_quantized)
+        leaves = [_dequantize(x, block, unsigned(path)) if _is_quantized(x) else x for path, x in named_leaves]
+        return tree.unflatten(leaves, structure)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        require_same_specs(_WHERE, params, grads=grads)
+        updates, new = transformation.update(grads, grow(state), params)
+        return updates, shrink(new, params)
+
+    small = GradientTransformation(lambda params: shrink(transformation.init(params), params), update)
+    return partition(
+        {"quantized": small, "full": transformation},
+        lambda path, shape: "quantized" if select(path, shape) else "full",
+    )
+
+
+def adamw8bit(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    *,
+    mask: Rule | None = None,
+    block: int = 256,
+) -> GradientTransformation:
+    """AdamW whose moments are 8 bits wide: about a quarter of the bytes; see `adamw` and `quantized`."""
+    return named(
+        "adamw8bit",
+        chain(
+            quantized(scale_by_adam(b1, b2, eps), block=block),
+            add_decayed_weights(weight_decay, mask),
+            scale_by_learning_rate(learning_rate),
+        ),
+    )
+
+
+@lru_cache(maxsize=2)
+def _dynamic_map(signed: bool) -> tuple[float, ...]:
+    """256 numbers in [-1, 1] or [0, 1]: for each of seven decades the middles of equal cells, twice as many each.
+
+    Example:
+        >>> values = _dynamic_map(True)
+        >>> len(values), values[0], values[-1], 0.0 in values
+        (256, -0.99296875, 1.0, True)
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        cells = 2**decade if signed else 2 ** (decade + 1)
+        for cell in range(cells):
+            middle = 10.0 ** (decade - 6) * (0.1 + 0.9 * (cell + 0.5) / cells)
+            values += [middle, -middle] if signed else [middle]
+    return tuple(sorted(values))
+
+
+def _is_quantized(node: object) -> bool:
+    return isinstance(node, Quantized)
+
+
+def _rows(buf: DBuffer) -> list[tuple[torch.Tensor, int]]:
+    """This rank's part of each tensor that it holds something of, as rows, and their length."""
+    parts = buf.local.split_with_sizes(buf.spec.split_sizes())
+    sizes = [torch.Size(shape[1:]).numel() for shape in buf.spec.global_shapes()]
+    return [(parts[part].view(-1, sizes[t]), sizes[t]) for t, part in _held(buf)]
+
+
+def _held(buf: DBuffer) -> list[tuple[int, int]]:
+    return [(t, part) for t, part in enumerate(buf.spec.part_of_tensor()) if part >= 0]
+
+
+def _assemble(found: list[torch.Tensor], like: DBuffer, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor laid out like `like`, with zeros in gaps and padding."""
+    parts = [like.local.new_zeros(size, dtype=dtype) for size in like.spec.split_sizes()]
+    for (_, part), x in zip(_held(like), found, strict=True):
+        parts[part] = x.reshape(-1)
+    return torch.cat(parts) if parts else like.local.new_zeros(0, dtype=dtype)
+
+
+def _quantize(buf: DBuffer, block: int, unsigned: bool) -> Quantized:
+    values = torch.tensor(_dynamic_map(not unsigned), dtype=torch.float32, device=buf.device)
+    middles = (values[1:] + values[:-1]) / 2
+    spec = buf.spec.of_scales(block)
+    codes, scales = [], []
+    for rows, size in _rows(buf):
+        blocks = blocks_in_row(size, block)
+        padded = torch.nn.functional.pad(rows, (0, blocks * block - size)).view(-1, blocks, block)
+        scale = padded.abs().amax(-1)
+        unit = padded / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+        code = torch.bucketize(unit, middles).to(torch.uint8)
+        codes.append(code.view(-1, blocks * block)[:, :size])
+        scales.append(scale)
+    like = DBuffer(buf.local.new_empty(spec.local_numel()), spec)
+    return Quantized(
+        DBuffer(_assemble(codes, buf, torch.uint8), buf.spec), DBuffer(_assemble(scales, like, torch.float32), spec)
+    )
+
+
+def _dequantize(small: Quantized, block: int, unsigned: bool) -> DBuffer:
+    values = torch.tensor(_dynamic_map(not unsigned), dtype=torch.float32, device=small.codes.device)
+    found = []
+    for (codes, size), (scales, blocks) in zip(_rows(small.codes), _rows(small.scales), strict=True):
+        spread = scales.unsqueeze(-1).expand(-1, blocks, block).reshape(-1, blocks * block)[:, :size]
+        found.append(values[codes.long()] * spread)
+    return DBuffer(_assemble(found, small.codes, torch.float32), small.codes.spec)
+
+
+def _refuse_state(path: str) -> None:
+    raise DbufError(
+        explain(
+            _WHERE,
+            "a state that is not like the parameters cannot be kept in 8 bits.",
+            got=f"state{path}, with another layout or placement",
+            need="an element-wise transformation",
+            fix="quantized around the element-wise part of a chain only",
+        )
+    )
