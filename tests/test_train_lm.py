@@ -105,7 +105,7 @@ def test_compiled_by_two_processes_equals_one(alone: Any, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_any_number_of_processes(tmp_path: Path) -> None:
     """Three ranks and two microbatches round the batch of 4 up to 6, so that their shares are equal."""
-    options = ["--strategy=hfsdp", "--microbatches=2", "--dtype=bfloat16", "--clip=1"]
+    options = ["--strategy=hfsdp", "--microbatches=2", "--dtype=bfloat16", "--clip=1", "--optimizer=muon"]
     done = _train(*TINY, *options, "--eager", f"--out={tmp_path}", ranks=3)
     _check_run(done, tmp_path, ranks=3)
     assert "3 ranks, 6 x 32 bytes a step" in done.stderr
