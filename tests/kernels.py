@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.config
 from functorch.compile import make_boxed_func
 from torch._inductor import compile_fx, cpp_builder
 from torch._inductor import config as inductor_config
@@ -21,6 +22,7 @@ from dbuf.collectives import WAIT_FOR, is_collective
 
 AS_USERS_DO = {"aot_inductor.debug_compile": False, "cpp.simdlen": None}
 
+torch._dynamo.config.run_gc_after_compile = False  # a twentieth of a compile; ranks collect between cases
 inductor_config.aot_inductor.debug_compile = True
 inductor_config.cpp.simdlen = 1
 inductor_config.compile_threads = 1

@@ -55,7 +55,8 @@ def node_is_higher_order(node: torch.fx.Node) -> bool:
 def node_may_be_in_place(node: torch.fx.Node) -> bool:
     """Whether Inductor may do a graph node in the memory of its input, if that is written later (2.13, 2.14)."""
     aten = torch.ops.aten
-    return node.target in (aten.index_put.default, aten._unsafe_index_put.default)
+    names = ("index_put", "_unsafe_index_put", "_philox_uniform", "_philox_normal")
+    return any(node.target is getattr(aten, name).default for name in names if hasattr(aten, name))
 
 
 def node_region(node: torch.fx.Node) -> int | None:

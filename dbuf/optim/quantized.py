@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from dbuf.optim.decay import add_decayed_weights
 from dbuf.optim.partition import partition
 from dbuf.optim.paths import Rule
 from dbuf.optim.scale import scale_by_adam, scale_by_learning_rate
-from dbuf.plan.blocks import blocks_in_row
 
 __all__ = ["Quantized", "adamw8bit", "is_large_matrix", "quantized"]
 
@@ -133,7 +131,6 @@ def adamw8bit(
     )
 
 
-@lru_cache(maxsize=2)
 def _dynamic_map(signed: bool) -> tuple[float, ...]:
     """256 numbers in [-1, 1] or [0, 1]: for each of seven decades the middles of equal cells, twice as many each.
 
@@ -155,15 +152,24 @@ def _is_quantized(node: object) -> bool:
     return isinstance(node, Quantized)
 
 
-def _rows(buf: DBuffer) -> list[tuple[torch.Tensor, int]]:
-    """This rank's part of each tensor that it holds something of, as rows, and their length."""
+def _rows(buf: DBuffer) -> list[torch.Tensor]:
+    """This rank's part of each tensor that it holds something of, as rows."""
     parts = buf.local.split_with_sizes(buf.spec.split_sizes())
-    sizes = [torch.Size(shape[1:]).numel() for shape in buf.spec.global_shapes()]
-    return [(parts[part].view(-1, sizes[t]), sizes[t]) for t, part in _held(buf)]
+    return [parts[part].view(-1, torch.Size(buf.spec.global_shapes()[t][1:]).numel()) for t, part in _held(buf)]
 
 
 def _held(buf: DBuffer) -> list[tuple[int, int]]:
     return [(t, part) for t, part in enumerate(buf.spec.part_of_tensor()) if part >= 0]
+
+
+def _blocks(rows: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """Rows cut into blocks, `(rows, blocks, elements)`: the full ones, and a short last one.
+
+    Padding the short one would be less code, and Inductor (2.13) miscompiles what reads a padded tensor of one row.
+    """
+    full = rows.shape[1] // block
+    parts = [rows[:, : full * block].view(-1, full, block)] if full else []
+    return [*parts, rows[:, full * block :].unsqueeze(1)] if rows.shape[1] % block else parts
 
 
 def _assemble(found: list[torch.Tensor], like: DBuffer, dtype: torch.dtype) -> torch.Tensor:
@@ -177,16 +183,15 @@ def _assemble(found: list[torch.Tensor], like: DBuffer, dtype: torch.dtype) -> t
 def _quantize(buf: DBuffer, block: int, unsigned: bool) -> Quantized:
     values = torch.tensor(_dynamic_map(not unsigned), dtype=torch.float32, device=buf.device)
     middles = (values[1:] + values[:-1]) / 2
-    spec = buf.spec.of_scales(block)
     codes, scales = [], []
-    for rows, size in _rows(buf):
-        blocks = blocks_in_row(size, block)
-        padded = torch.nn.functional.pad(rows, (0, blocks * block - size)).view(-1, blocks, block)
-        scale = padded.abs().amax(-1)
-        unit = padded / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
-        code = torch.bucketize(unit, middles).to(torch.uint8)
-        codes.append(code.view(-1, blocks * block)[:, :size])
-        scales.append(scale)
+    for rows in _rows(buf):
+        parts = _blocks(rows, block)
+        largest = [part.abs().amax(-1) for part in parts]
+        units = [x / torch.where(scale > 0, scale, 1.0).unsqueeze(-1) for x, scale in zip(parts, largest, strict=True)]
+        found = [torch.bucketize(unit, middles).to(torch.uint8).flatten(1) for unit in units]
+        codes.append(torch.cat(found, 1))
+        scales.append(torch.cat(largest, 1))
+    spec = buf.spec.of_scales(block)
     like = DBuffer(buf.local.new_empty(spec.local_numel()), spec)
     return Quantized(
         DBuffer(_assemble(codes, buf, torch.uint8), buf.spec), DBuffer(_assemble(scales, like, torch.float32), spec)
@@ -196,9 +201,11 @@ def _quantize(buf: DBuffer, block: int, unsigned: bool) -> Quantized:
 def _dequantize(small: Quantized, block: int, unsigned: bool) -> DBuffer:
     values = torch.tensor(_dynamic_map(not unsigned), dtype=torch.float32, device=small.codes.device)
     found = []
-    for (codes, size), (scales, blocks) in zip(_rows(small.codes), _rows(small.scales), strict=True):
-        spread = scales.unsqueeze(-1).expand(-1, blocks, block).reshape(-1, blocks * block)[:, :size]
-        found.append(values[codes.long()] * spread)
+    for codes, scales in zip(_rows(small.codes), _rows(small.scales), strict=True):
+        parts = _blocks(codes, block)
+        of_part = scales.split_with_sizes([part.shape[1] for part in parts], 1)
+        full = [values[part.long()] * scale.unsqueeze(-1) for part, scale in zip(parts, of_part, strict=True)]
+        found.append(torch.cat([x.flatten(1) for x in full], 1))
     return DBuffer(_assemble(found, small.codes, torch.float32), small.codes.spec)
 
 

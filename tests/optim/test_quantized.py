@@ -151,3 +151,35 @@ def test_state_of_another_layout_is_refused() -> None:
         optim.quantized(inner).init(params)
     with pytest.raises(dbuf.DbufError, match="block is not a positive int"):
         optim.adamw8bit(0.1, block=0).init(params)
+
+
+def _compiled_and_eager() -> Any:
+    """Three steps of 8-bit AdamW in a donating program, and as they are."""
+    tx, shapes = optim.adamw8bit(0.01), {name: SHAPES[name] for name in ("thin", "experts")}
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optim.apply_updates(params, updates), state
+
+    jitted, out = dbuf.jit(step, donate_argnums=(0, 1)), []
+    for call in (step, jitted):
+        params = shard("unpadded", tensors(shapes, 0))
+        state = tx.init(params)
+        for i in range(3):
+            params, state = call(params, state, shard("unpadded", tensors(shapes, 1 + i)))
+        codes = {name: small.codes.local for name, small in state[0]["quantized"].nu.items()}
+        out.append(({name: buf.local for name, buf in params.items()}, codes))
+    return *out, jitted.compiles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_compiled_is_eager_within_a_code(world_size: int) -> None:
+    for (params, codes), (compiled_params, compiled_codes), compiles in testing.run(
+        _compiled_and_eager, world_size=world_size, timeout_s=300
+    ):
+        testing.assert_close(compiled_params, params, rtol=1e-3)
+        for name, found in compiled_codes.items():
+            apart = (found.int() - codes[name].int()).abs()
+            assert not apart.numel() or (apart.float().mean() < 1e-2 and apart.max() <= 1)
+        assert compiles == 1
