@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dbuf import tree
-from dbuf.buffer import DBuffer, buffers, is_buffer, merge, pack, select
+from dbuf.buffer import DBuffer, buffers, is_buffer, pack
 from dbuf.compat import register_constant
 from dbuf.errors import TreeError, explain
 from dbuf.layout import GlobalLayout, Shape
 from dbuf.movement import redistribute
 from dbuf.optim.base import GradientTransformation, PyTree, each, require_same_specs, state_dtype
-from dbuf.optim.paths import Rule, decide
+from dbuf.optim.paths import Rule, decide, put, take
 from dbuf.placement import TensorAtomic, shard_placement
 from dbuf.plan.owners import Cost, plan_owners
 from dbuf.plan.tensors import plan_tensor_atomic
@@ -95,13 +95,8 @@ def by_owner(
         back = iter(_move(results, [part.spec for part in moving]))
         whole = iter([None if part is None else next(back) for part in parts])
 
-        def put(grad: DBuffer | None) -> DBuffer | None:
-            if grad is None:
-                return None
-            part = next(whole)
-            return grad if part is None else part if part.spec == grad.spec else merge(grad, part)
-
-        return tree.map(put, wide, is_leaf=is_buffer), new_state
+        updates = tree.map(lambda g: g if g is None else put(g, next(whole)), wide, is_leaf=is_buffer)
+        return updates, new_state
 
     return GradientTransformation(init_all, update_all)
 
@@ -148,11 +143,7 @@ def _parts(bufs: PyTree, params: PyTree, rule: Rule | None) -> list[DBuffer | No
     """What the rule takes of each buffer: itself, a selection, or nothing."""
     if rule is None:
         return list(buffers(bufs))
-    out: list[DBuffer | None] = []
-    for buf, (_, keep) in zip(buffers(bufs), decide(rule, params), strict=True):
-        paths = [path for path, kept in zip(buf.spec.tree_paths(), keep, strict=True) if kept]
-        out.append(buf if all(keep) else select(buf, paths) if paths else None)
-    return out
+    return [take(buf, keep) for buf, (_, keep) in zip(buffers(bufs), decide(rule, params), strict=True)]
 
 
 def _with_targets(parts: list[DBuffer], owners: _Owners) -> list[tuple[DBuffer, BufferSpec]]:

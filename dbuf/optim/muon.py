@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dbuf.errors import DbufError, explain
-from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, named
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain
 from dbuf.optim.by_owner import by_owner
 from dbuf.optim.decay import add_decayed_weights
-from dbuf.optim.paths import require_matrices
+from dbuf.optim.paths import on_matrices
 from dbuf.optim.scale import ema, scale_by_learning_rate
 
 __all__ = ["COEFFICIENTS", "muon", "orthogonalize"]
@@ -109,12 +109,7 @@ def muon(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
-
-    def init(params: PyTree) -> PyTree:
-        require_matrices("dbuf.optim.muon", params)
-        return inner.init(params)
-
-    return named("muon", GradientTransformation(init, inner.update))
+    return on_matrices("muon", inner)
 
 
 def orthogonalize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dbuf import tree
-from dbuf.buffer import DBuffer, is_buffer, merge, select
+from dbuf.buffer import DBuffer, is_buffer
 from dbuf.errors import DbufError, explain
 from dbuf.optim.base import GradientTransformation, PyTree, each, require_same_specs, state_dtype
-from dbuf.optim.paths import decide
+from dbuf.optim.paths import decide, put, take
 
 __all__ = ["partition"]
 
@@ -72,29 +72,18 @@ def _take(bufs: PyTree, keeps: list[list[bool]]) -> PyTree:
     """The tree with selections of its buffers, None where nothing is kept."""
     rest = iter(keeps)
 
-    def take(buf: DBuffer | None) -> DBuffer | None:
-        if buf is None:
-            return None
-        keep = next(rest)
-        if all(keep):
-            return buf
-        paths = [path for path, kept in zip(buf.spec.tree_paths(), keep, strict=True) if kept]
-        return select(buf, paths) if paths else None
-
-    return tree.map(take, bufs, is_leaf=is_buffer)
+    return tree.map(lambda buf: buf if buf is None else take(buf, next(rest)), bufs, is_leaf=is_buffer)
 
 
 def _put(bufs: PyTree, parts: PyTree) -> PyTree:
     """The tree with selections put back."""
     found = iter(tree.leaves(parts, is_leaf=lambda node: node is None or is_buffer(node)))
 
-    def put(buf: DBuffer | None) -> DBuffer | None:
+    def put_next(buf: DBuffer | None) -> DBuffer | None:
         part = next(found)
-        if buf is None or part is None:
-            return buf
-        return part if part.spec == buf.spec else merge(buf, part)
+        return None if buf is None else put(buf, part)
 
-    return tree.map(put, bufs, is_leaf=is_buffer)
+    return tree.map(put_next, bufs, is_leaf=is_buffer)
 
 
 def _refuse_labels(unknown: set[str], optimizers: Mapping[str, GradientTransformation]) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 from dbuf import tree
-from dbuf.buffer import DBuffer, is_buffer
+from dbuf.buffer import DBuffer, is_buffer, merge, select
 from dbuf.errors import TreeError, explain
+from dbuf.optim.base import GradientTransformation, named
 
-__all__ = ["Rule", "decide", "is_matrix", "require_matrices"]
+__all__ = ["Rule", "decide", "is_matrix", "on_matrices", "put", "require_matrices", "take"]
 
 _T = TypeVar("_T")
 
@@ -40,6 +41,31 @@ def decide(rule: Callable[[str, tuple[int, ...]], _T], params: Any) -> list[tupl
             tensors = zip(buf.spec.tree_paths(), buf.spec.global_shapes(), strict=True)
             out.append((buf, [rule(place + path, shape) for path, shape in tensors]))
     return out
+
+
+def take(buf: DBuffer, keep: list[bool]) -> DBuffer | None:
+    """The tensors of a buffer that are kept: the buffer itself if all are, None if none is."""
+    if all(keep):
+        return buf
+    paths = [path for path, kept in zip(buf.spec.tree_paths(), keep, strict=True) if kept]
+    return select(buf, paths) if paths else None
+
+
+def put(buf: DBuffer, part: DBuffer | None) -> DBuffer:
+    """A buffer with what `take` took from it put back."""
+    if part is None:
+        return buf
+    return part if part.spec == buf.spec else merge(buf, part)
+
+
+def on_matrices(name: str, transformation: GradientTransformation) -> GradientTransformation:
+    """`named`, and `init` refuses tensors that are no matrices."""
+
+    def init(params: Any) -> Any:
+        require_matrices(f"dbuf.optim.{name}", params)
+        return transformation.init(params)
+
+    return named(name, GradientTransformation(init, transformation.update))
 
 
 def require_matrices(where: str, params: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, named
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain
 from dbuf.optim.by_owner import by_owner
 from dbuf.optim.decay import add_decayed_weights
-from dbuf.optim.paths import require_matrices
+from dbuf.optim.paths import on_matrices
 from dbuf.optim.scale import ema, scale_by_learning_rate
 
 __all__ = ["shampoo"]
@@ -85,12 +85,7 @@ def shampoo(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
-
-    def init_all(params: PyTree) -> PyTree:
-        require_matrices("dbuf.optim.shampoo", params)
-        return inner.init(params)
-
-    return named("shampoo", GradientTransformation(init_all, inner.update))
+    return on_matrices("shampoo", inner)
 
 
 def _inverse_fourth_root(x: torch.Tensor, eps: float) -> torch.Tensor:

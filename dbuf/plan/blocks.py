@@ -8,17 +8,7 @@ from itertools import accumulate
 
 from dbuf.layout import GlobalLayout
 
-__all__ = ["blocks_in_row", "scale_layout"]
-
-
-def blocks_in_row(row_size: int, block: int) -> int:
-    """Blocks of a row; the last may be short.
-
-    Example:
-        >>> blocks_in_row(2880, 256)
-        12
-    """
-    return -(-row_size // block)
+__all__ = ["scale_layout"]
 
 
 def scale_layout(layout: GlobalLayout, block: int) -> GlobalLayout:
@@ -35,7 +25,7 @@ def scale_layout(layout: GlobalLayout, block: int) -> GlobalLayout:
         >>> scale_layout(GlobalLayout(((4, 6),), (0,), 24, (0, 12)), 4)
         GlobalLayout(tensor_shapes=((4, 2),), tensor_to_offset=(0,), size=8, rank_to_offset=(0, 4), align=1)
     """
-    shapes = tuple((shape[0], blocks_in_row(layout.row_size(t), block)) for t, shape in enumerate(layout.tensor_shapes))
+    shapes = tuple((shape[0], -(-layout.row_size(t) // block)) for t, shape in enumerate(layout.tensor_shapes))
     held = sorted((t for t, n in enumerate(layout.tensor_numels) if n), key=layout.tensor_to_offset.__getitem__)
     starts = [layout.tensor_to_offset[t] for t in held]
     before = [0, *accumulate(math.prod(shapes[t]) for t in held)]
