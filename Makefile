@@ -15,7 +15,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-
 # An exact version lets a package index that has CPU builds serve one; an open range can pull several GB of CUDA.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.13' || echo 'torch==2.13.0')
 
-.PHONY: help install train test quick exhaustive lint bench clean
+.PHONY: help install train test tests quick exhaustive lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -34,7 +34,10 @@ $(STAMP): pyproject.toml
 train: $(STAMP)  ## train a byte-level GPT on real text, ZeRO-3 on two processes (ARGS="--help" for options)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
 
-test: lint  ## formatter, linter, type checker and every test
+test: $(STAMP)  ## formatter, linter, type checker and every test
+	@$(MAKE) --no-print-directory -j 2 lint tests
+
+tests:
 	$(PYTEST) $(ARGS)
 
 quick: $(STAMP)  ## the tests that are not marked slow: under two minutes

@@ -27,15 +27,21 @@ def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...])
     if not donate_argnums:
         return out
     parts = list(out) if isinstance(out, tuple | list) else [out]
-    pairs = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for k, i in enumerate(donate_argnums):
-        if k >= len(parts) or trees.structure(args[i]) != trees.structure(parts[k]):
-            raise TreeError(_unpaired(i, k, "another structure", "that of the argument"))
-        for old, new in zip(trees.leaves(args[i]), trees.leaves(parts[k]), strict=True):
-            if isinstance(old, torch.Tensor):
-                if old.dtype != new.dtype or old.shape != new.shape:
-                    raise TreeError(_unpaired(i, k, f"{new.dtype} {new.shape}", f"{old.dtype} {old.shape}"))
-                pairs.append((old, new))
+
+        def pair(old: Any, new: Any, i: int = i, k: int = k) -> Any:
+            if not isinstance(old, torch.Tensor):
+                return new  # a number that changes, say
+            if not isinstance(new, torch.Tensor) or old.dtype != new.dtype or old.shape != new.shape:
+                got = f"{new.dtype} {new.shape}" if isinstance(new, torch.Tensor) else type(new).__name__
+                raise TreeError(_unpaired(i, k, got, f"{old.dtype} {old.shape}"))
+            pairs.append((old, new))
+            return old
+
+        if k >= len(parts):
+            raise TreeError(_unpaired(i, k, "nothing", "a result for each donated argument"))
+        parts[k] = trees.map(pair, args[i], parts[k])
     # All results are taken before any is written: one may be a donated argument, or a view of it. Inductor drops the
     # clone of anything else.
     taken = [new.clone() for _, new in pairs]
@@ -49,8 +55,6 @@ def write_back(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...])
     parts[len(donate_argnums) :] = trees.map(take, parts[len(donate_argnums) :])
     for (old, _), new in zip(pairs, taken, strict=True):
         old.copy_(new)
-    for k, i in enumerate(donate_argnums):
-        parts[k] = args[i]
     return type(out)(parts) if type(out) in (tuple, list) else _rebuild(out, parts)
 
 

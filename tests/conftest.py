@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import gc
 import os
 
 import pytest
@@ -18,7 +17,6 @@ settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, p
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the processor's vector units are not tried out with g++
-gc.set_threshold(1_000_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import importlib
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -497,6 +498,25 @@ def test_call_with_room_keeps_python_from_mapping_memory_at_every_call() -> None
         assert thread.submit(worst).result() >= 200, "Python does without: call_with_room can go"
         assert thread.submit(compat.call_with_room, worst).result() < 100
     assert compat.call_with_room(lambda a, *, fn: (a, fn), 1, fn=2) == (1, 2)
+
+
+def test_call_with_room_collects_garbage_rarely_and_then_as_before() -> None:
+    def fail() -> None:
+        assert gc.get_threshold()[0] == 1_000_000
+        raise KeyError
+
+    before = gc.get_threshold()
+    try:
+        for mine, during in ((700, 1_000_000), (0, 0), (2_000_000, 2_000_000)):
+            gc.set_threshold(mine, 10, 10)
+            assert compat.call_with_room(gc.get_threshold) == (during, 10, 10)
+            assert gc.get_threshold() == (mine, 10, 10)
+        gc.set_threshold(700, 10, 10)
+        with pytest.raises(KeyError):
+            compat.call_with_room(fail)
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_storage_id_is_that_of_views_and_of_no_other_tensor() -> None:

@@ -98,6 +98,16 @@ def test_a_later_branch_keeps_old_numbers_too(how: str, rows: int, share: bool) 
     testing.assert_bitwise((new.local, log), (old + 1, old))
 
 
+def test_what_is_no_tensor_in_a_donated_argument_is_returned_as_it_became() -> None:
+    """Was wrong: the argument came back, and a step counted by a Python number stood still."""
+    step = dbuf.jit(lambda s: {"w": s["w"] * 2, "n": s["n"] + 1, "name": s["name"]}, donate_argnums=0)
+    state = {"w": torch.ones(3), "n": 3, "name": "state"}
+    for n in (4, 5):
+        state = step(state)
+        assert (state["n"], state["name"]) == (n, "state")
+    testing.assert_bitwise(state["w"], torch.full((3,), 4.0))
+
+
 @pytest.mark.parametrize("how, need", [("wide", "float32"), ("partial", "Replicate")])
 def test_a_later_branch_that_does_not_pair_is_refused(how: str, need: str) -> None:
     step = dbuf.jit(_logged, donate_argnums=0)

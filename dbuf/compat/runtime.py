@@ -42,6 +42,7 @@ __all__ = [
 
 _R = TypeVar("_R")
 _ROOM = 2**18  # slots of 8 bytes: Python takes the next power of two, and the rest of it is left for other frames
+_OBJECTS = 1_000_000  # new ones from one collection to the next
 
 # What an operation raises on fake tensors when its result depends on values (2.13, 2.14).
 NeedsRealTensors = (DataDependentOutputException, DynamicOutputShapeException)
@@ -55,13 +56,22 @@ _call_in_large_frame = types.FunctionType(_call.__code__.replace(co_stacksize=_R
 
 
 def call_with_room(fn: Callable[..., _R], /, *args: Any, **kwargs: Any) -> _R:
-    """`fn(*args, **kwargs)` with 2 MB of memory for the frames of what it calls; for calls that compile.
+    """`fn(*args, **kwargs)` with 2 MB of memory for the frames of what it calls, and rare collections of garbage.
+
+    For calls that compile. Compilers make many objects that live on, and the collector looks through all of them again
+    and again: a tenth of the time of a compile.
 
     Python keeps frames in chunks of 16 KiB, and gives a chunk back to the system when the first frame in it returns. A
     loop at that depth maps, touches and unmaps one at each call: a sixth of the time of a compile. A frame that asks
     for a large stack gets a large chunk, which those of its callees share (CPython 3.11 to 3.14).
     """
-    return _call_in_large_frame(fn, *args, **kwargs)  # type: ignore[no-any-return]
+    thresholds = gc.get_threshold()
+    if thresholds[0]:  # 0 if somebody has switched it off
+        gc.set_threshold(max(_OBJECTS, thresholds[0]), *thresholds[1:])
+    try:
+        return _call_in_large_frame(fn, *args, **kwargs)  # type: ignore[no-any-return]
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from dbuf.errors import DbufError, explain
+from dbuf.errors import DbufError, TreeError, explain, require_positive
+from dbuf.layout import Shape
 from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain
 from dbuf.optim.by_owner import by_owner
 from dbuf.optim.decay import add_decayed_weights
 from dbuf.optim.paths import on_matrices
 from dbuf.optim.scale import ema, scale_by_learning_rate
+from dbuf.plan.owners import newton_schulz_flops
 
 __all__ = ["COEFFICIENTS", "muon", "orthogonalize"]
+
+_WHERE = "dbuf.optim.muon"
 
 Triple = tuple[float, float, float]
 
@@ -60,14 +65,18 @@ def muon(
     steps: int = 5,
     coefficients: str = "jordan",
     scale: str = "spectral",
+    heads: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
 ) -> GradientTransformation:
     """Momentum orthogonalised by Newton-Schulz, with decoupled weight decay; for matrices.
 
-    A tensor of more than two dimensions is a stack of matrices, such as experts or heads: its last two dimensions are
-    rows and columns. Momentum is sharded like the parameters, and only directions travel. Give norms, biases and
-    embeddings to another optimizer with `dbuf.optim.partition`.
+    A tensor of more than two dimensions is a stack of matrices, such as experts: its last two dimensions are rows and
+    columns. With `heads` a matrix is a stack of that many of equal height, one below the other, as heads are in a
+    projection to queries, keys or values: give those a `muon` of their own in `dbuf.optim.partition`.
+
+    Momentum is sharded like the parameters, and only directions travel. Give norms, biases and embeddings to another
+    optimizer with `dbuf.optim.partition`.
 
     Args:
         learning_rate: A number, a 0-d tensor, or a function of the number of updates done so far (0-d int64).
@@ -78,7 +87,8 @@ def muon(
         coefficients: A set of `COEFFICIENTS`.
         scale: `"spectral"`, `sqrt(max(1, rows / columns))`, as Jordan has it; `"match_rms_adamw"`,
             `0.2 * sqrt(max(rows, columns))`, with which AdamW's learning rate and decay fit (Liu et al., "Muon is
-            Scalable for LLM Training", https://arxiv.org/abs/2502.16982); or `"none"`.
+            Scalable for LLM Training", https://arxiv.org/abs/2502.16982); or `"none"`. Of a head if there are some.
+        heads: Matrices that the rows of each are cut into, each made orthogonal by itself.
         dtype: What Newton-Schulz computes in.
         eps: The least norm that a matrix is divided by.
 
@@ -86,7 +96,7 @@ def muon(
         `chain(ema(...), by_owner(...), add_decayed_weights(...), scale_by_learning_rate(...))`.
 
     Raises:
-        TreeError: In `init`, a tensor is no matrix.
+        TreeError: In `init`, a tensor is no matrix, or its rows are no multiple of `heads`.
         PlacementError: In `update`, gradients or state are not placed and laid out like the parameters.
 
     Communication:
@@ -97,15 +107,22 @@ def muon(
     """
     for name, value, known in (("coefficients", coefficients, COEFFICIENTS), ("scale", scale, _SCALES)):
         _require_known(name, value, known)
+    require_positive(heads, "heads", _WHERE, DbufError)
     factor = _SCALES[scale]
 
+    def init(param: torch.Tensor) -> PyTree:
+        _require_heads(tuple(param.shape), heads)
+        return ()
+
     def update(grad: torch.Tensor, state: PyTree) -> tuple[torch.Tensor, PyTree]:
-        rows, columns = grad.shape[-2:]
-        return factor(rows, columns) * orthogonalize(grad, steps, coefficients, dtype=dtype, eps=eps), state
+        rows, columns = grad.shape[-2] // heads, grad.shape[-1]
+        matrices = grad.view(*grad.shape[:-2], heads, rows, columns)
+        direction = factor(rows, columns) * orthogonalize(matrices, steps, coefficients, dtype=dtype, eps=eps)
+        return direction.flatten(-3, -2), state
 
     inner = chain(
         ema(momentum, nesterov),
-        by_owner(lambda param: (), update, cost="newton_schulz"),
+        by_owner(init, update, cost=_cost(heads)),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
@@ -147,11 +164,30 @@ def orthogonalize(
     return (wide if x.shape[-2] <= x.shape[-1] else wide.mT).to(x.dtype)
 
 
+@lru_cache
+def _cost(heads: int) -> Callable[[Shape], float]:
+    """One function for one number of heads, so that plans of equal optimizers are made once."""
+    return lambda shape: newton_schulz_flops((*shape[:-2], heads, shape[-2] // heads, shape[-1]))
+
+
+def _require_heads(shape: Shape, heads: int) -> None:
+    if shape[-2] % heads:
+        raise TreeError(
+            explain(
+                _WHERE,
+                f"{heads} heads do not divide the rows of a matrix.",
+                got=f"a tensor of shape {shape}",
+                need=f"shape[-2] a multiple of {heads}",
+                fix="a muon without heads for this tensor, with dbuf.optim.partition",
+            )
+        )
+
+
 def _require_known(name: str, value: str, known: dict[str, Any]) -> None:
     if value not in known:
         raise DbufError(
             explain(
-                "dbuf.optim.muon",
+                _WHERE,
                 f"no such {name}.",
                 got=repr(value),
                 need=" or ".join(map(repr, known)),

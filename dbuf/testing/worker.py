@@ -23,7 +23,6 @@ from dbuf.compat import call_with_room, destroy_subgroups, forget_programs, rele
 from dbuf.testing.protocol import Answer, Case, Leave, Stop, load_cloudpickle, mark_worker
 
 _CASES_PER_SWEEP = 50
-_GARBAGE_THRESHOLDS = (1_000_000, 20, 20)  # compilers make many objects and little garbage: a sixth of a compile
 
 
 def main(connection_fd: int, stack_path: str) -> None:
@@ -39,7 +38,6 @@ def main(connection_fd: int, stack_path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_watch_parent, args=(connection_fd, stack_path), daemon=True).start()
     torch.set_num_threads(1)
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     load_cloudpickle()
     mark_worker()
     environment = dict(os.environ)

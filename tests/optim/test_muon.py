@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import dbuf
 import kernels
 import models
+import programs
 from dbuf import Replicate, RowAtomic, TensorAtomic, optim, plan_tensor_atomic, testing
 from dbuf.train import Strategy, init, make_train_step
 from optim.optimizers import MATRICES, tensors, whole
@@ -57,6 +59,17 @@ def test_muon_is_torchs(scale: str, theirs: str) -> None:
     testing.assert_close(whole(params)["g"], {name: x.detach() for name, x in peer.items()}, rtol=1e-2)
 
 
+@pytest.mark.parametrize("scale", ["spectral", "match_rms_adamw"])
+def test_heads_are_matrices_of_their_own(scale: str) -> None:
+    flat = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    updates = {}
+    for heads, grads in ((3, flat), (1, flat.view(2, 3, 2, 4))):
+        buf = dbuf.shard({"matrix": grads[0], "stack": grads}, dbuf.init_mesh(), RowAtomic())
+        optimizer = optim.muon(0.1, scale=scale, heads=heads)
+        updates[heads] = dbuf.unpack(optimizer.update(buf, optimizer.init(buf), buf)[0])
+    testing.assert_bitwise(updates[3], {name: x.flatten(-3, -2) for name, x in updates[1].items()})
+
+
 def test_vectors_and_bad_choices_are_refused() -> None:
     params = {"b": dbuf.shard({"w": torch.ones(2, 2), "bias": torch.ones(3)}, dbuf.init_mesh(), RowAtomic())}
     with pytest.raises(dbuf.TreeError, match=r"\['b'\]\['bias'\]: \(3,\)"):
@@ -65,6 +78,11 @@ def test_vectors_and_bad_choices_are_refused() -> None:
         optim.muon(0.1, coefficients="newton")
     with pytest.raises(dbuf.DbufError, match="no such scale"):
         optim.muon(0.1, scale="rms")
+    matrix = dbuf.shard({"w": torch.ones(6, 2)}, dbuf.init_mesh(), RowAtomic())
+    with pytest.raises(dbuf.TreeError, match=r"4 heads do not divide(?s:.*)\(6, 2\)"):
+        optim.muon(0.1, heads=4).init(matrix)
+    with pytest.raises(dbuf.DbufError, match="heads"):
+        optim.muon(0.1, heads=0)
 
 
 def test_states_of_different_structures_are_refused() -> None:
@@ -129,10 +147,11 @@ def _zero3_with_muon(compiled: bool) -> Any:
         return _losses(plain, state)
     step = dbuf.jit(plain, donate_argnums=0)
     tokens = models.share(models.batch(), dist.get_rank(), mesh.size())
+    code = programs.code_of(dbuf.jit(plain, donate_argnums=0), state, tokens)
     with kernels.graphs_alone():
         report = step.inspect(state, tokens)
         losses = _losses(step, state)
-    return losses, report.collectives, report.graph_breaks, step.compiles, [(c.kind, c.axis) for c in report.sequence]
+    return losses, report, step.compiles, programs.behind(code)
 
 
 @pytest.mark.slow
@@ -141,9 +160,14 @@ def test_a_zero3_step_with_muon_and_adamw_is_one_program() -> None:
     for losses in testing.run(_zero3_with_muon, False, world_size=3):
         testing.assert_close(losses, alone)
     of_rank = testing.run(_zero3_with_muon, True, world_size=3, timeout_s=300)
-    for losses, collectives, breaks, compiles, order in of_rank:
+    kinds = [kind for kind, _ in of_rank[0][3]]
+    for losses, report, compiles, behind in of_rank:
         testing.assert_close(losses, alone)
         # 4 groups: gathered in forward and in backward, but for the embedding, whose backward reads no weight. Of the
         # two groups of matrices one lies with its owners already: a matrix is a rank's segment there.
-        assert collectives == {"all_gather": 7, "reduce_scatter": 4, "all_to_all": 2}
-        assert (breaks, compiles) == (0, 1) and order == of_rank[0][4]
+        assert report.collectives == {"all_gather": 7, "reduce_scatter": 4, "all_to_all": 2}
+        assert (report.graph_breaks, compiles) == (0, 1)
+        # The generated code: reductions are exchanges on gloo, beside Muon's two and two scalars; no point-to-point.
+        assert [kind for kind, _ in behind] == kinds
+        assert collections.Counter(kinds) == {"all_gather_in_pieces": 7, "all_to_all_single": 4 + 2, "all_reduce": 2}
+        assert sum(kernels > 0 for _, kernels in behind) >= 8, "little runs behind compute"
