@@ -1,9 +1,10 @@
 """dbuf: sharded training state for PyTorch as plain values and pure functions, compiled end to end."""
 
 from dbuf import nn, optim, train, tree
+from dbuf.agreement import check
 from dbuf.buffer import DBuffer, cast, merge, pack, select, shapes, unpack
 from dbuf.compile import Jitted, disable_jit, inspect, jit
-from dbuf.creation import check, shard
+from dbuf.creation import shard
 from dbuf.errors import DbufError, LayoutError, PlacementError, TreeError
 from dbuf.layout import GlobalLayout
 from dbuf.mesh import DeviceMesh, init_mesh

@@ -15,8 +15,8 @@ import torch
 from dbuf import compat, schedule
 from dbuf import mesh as meshes
 from dbuf import tree as trees
+from dbuf.agreement import check
 from dbuf.buffer import DBuffer, buffers
-from dbuf.creation import check
 from dbuf.donation import check_donation, check_memory, forms_of_donated, write_back
 from dbuf.errors import DbufError, explain
 from dbuf.inspection import Report, read_graph
@@ -45,7 +45,7 @@ def jit(
     Args:
         fn: A pure function of pytrees. It may call `dbuf.value_and_grad`.
         donate_argnums: Positional arguments whose memory the results take over. The k-th of them pairs with the
-            k-th element of the returned tuple (or with the result itself, if that is no tuple); both have the
+            k-th element of the returned tuple (or with the result itself, if that is no tuple or list); both have the
             same structure, specs, shapes and dtypes. Only the returned buffers may be used afterwards.
         overlap: Whether collectives run behind compute, or an `Overlap` that says what does and within what memory.
             Numbers, and the collectives themselves, do not depend on it.
@@ -158,9 +158,19 @@ class Jitted(Generic[P, R]):
         """Run the program for these arguments, compiling it first when their structure or specs are new."""
         if torch.compiler.is_compiling() or _disabled.get():  # inside another jit: part of its program
             return self.fn(*args, **kwargs)
+        if compat.inside_func_transform():
+            raise DbufError(
+                explain(
+                    "dbuf.jit",
+                    "called inside a torch.func transform.",
+                    got="an outer torch.func.grad, vjp or vmap",
+                    need="the outermost function: the transforms go into the program",
+                    fix="dbuf.jit(torch.func.vmap(fn))",
+                )
+            )
         program = self._program(args, kwargs)
         if self.donate_argnums:
-            check_memory(args, self.donate_argnums)
+            check_memory(args, kwargs, self.donate_argnums)
         # Any call may meet a new shape of the batch and compile.
         try:
             with compat.trace_autograd():
@@ -215,7 +225,7 @@ class Jitted(Generic[P, R]):
                     )
                 ) from error
             return
-        check_donation(args, out, self.donate_argnums)
+        check_donation(args, kwargs, out, self.donate_argnums)
 
 
 def run_on_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,23 +258,26 @@ class _Program:
         self._options = options if overlap.report is None else {"fx_graph_cache": False, **options}
         self._overlap = overlap
         self._dynamic = dynamic
-        self._report: Report | None = None
+        self._report: Report | None = None  # of the last graph that was read
+        self._reports: dict[Hashable, Report] = {}  # by the shapes of arguments
         self._axis_of_group = axis_of_group
         self._program = program
         self._compiled = compat.compile_program(program, dynamic=dynamic, backend=self._backend)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the program; the first time that compiles it, later only for a new shape of a batch."""
-        if self.compiles:
-            return self._compiled(*args, **kwargs)
-        return compat.call_with_room(self._compiled, *args, **kwargs)
+        before = self.compiles
+        out = self._compiled(*args, **kwargs) if before else compat.call_with_room(self._compiled, *args, **kwargs)
+        if self.compiles > before and self._report is not None:
+            self._reports[_shapes((args, kwargs))] = self._report
+        return out
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiles += 1
         place = self._overlap.place
         return compat.call_with_room(compat.compile_inductor, gm, inputs, self._schedule, self._options, place)
 
-    def _schedule(self, graph: torch.fx.Graph) -> None:
+    def _schedule(self, graph: torch.fx.Graph) -> Report:
         schedule.take_aliases_outside(graph)
         schedule.sink_gathers(graph)
         schedule.repeat_in_backward(graph)
@@ -275,27 +288,38 @@ class _Program:
         self._overlap.prefetch(graph)
         self._report = read_graph(graph, self._axis_of_group)
         self._overlap.translate(graph)
+        return self._report
 
     def report(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
-        """The report of the last compilation, or of one that ends once the graph has been read."""
-        if self._report is None:
+        """The report of the compilation for these shapes, or of one that ends once the graph has been read."""
+        key = _shapes((args, kwargs))
+        if key not in self._reports:
+            self._reports[key] = self._read(args, kwargs)
+        return self._reports[key]
 
-            def read_only(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-                return compat.compile_inductor(gm, inputs, stop, self._options, self._overlap.place)
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+        found: list[Report] = []
 
-            def stop(graph: torch.fx.Graph) -> None:
-                self._schedule(graph)
-                raise _Captured
+        def read_only(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            return compat.compile_inductor(gm, inputs, stop, self._options, self._overlap.place)
 
-            try:
-                compiled = compat.compile_program(self._program, dynamic=self._dynamic, backend=read_only)
-                with compat.trace_autograd():
-                    compat.call_with_room(compiled, *args, **kwargs)
-            except compat.BackendFailed:
-                if self._report is None:
-                    raise
-        assert self._report is not None, "the compiler never ran its passes"
-        return self._report
+        def stop(graph: torch.fx.Graph) -> None:
+            found.append(self._schedule(graph))
+            raise _Captured
+
+        try:
+            compiled = compat.compile_program(self._program, dynamic=self._dynamic, backend=read_only)
+            with compat.trace_autograd():
+                compat.call_with_room(compiled, *args, **kwargs)
+        except compat.BackendFailed:
+            if not found:
+                raise
+        assert found, "the compiler never ran its passes"
+        return found[0]
+
+
+def _shapes(tree: Any) -> Hashable:
+    return tuple([x.shape for x in trees.leaves(tree) if isinstance(x, torch.Tensor)])
 
 
 def _axes(bufs: list[DBuffer]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""From full tensors to a `DBuffer`, and the agreement of all ranks on what they made."""
+"""From full tensors to a `DBuffer`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from dbuf.placement import (
     Placements,
     Replicate,
     ShardLayout,
-    describe,
     normalize,
 )
 from dbuf.plan.choice import check_fits, plan_layout
 from dbuf.plan.route import WAIT
 from dbuf.spec import BufferSpec
 
-__all__ = ["check", "shard"]
+__all__ = ["shard"]
 
 _WHERE = "dbuf.shard"
 
@@ -196,54 +195,3 @@ def _broadcast(leaves: list[torch.Tensor], spec: BufferSpec, source: int) -> tor
         flat = move(flat, (("broadcast", source, group), WAIT))
     start, numel = spec.local_range
     return flat[start : start + numel].clone()
-
-
-def check(bufs: Any, where: str = "dbuf.check") -> None:
-    """Compare the specs of a tree of buffers across ranks; every rank gets the same verdict, and none hangs.
-
-    Args:
-        bufs: A pytree of DBuffers, such as parameters or a training state.
-        where: The function named in the message.
-
-    Raises:
-        TreeError: Some rank has another tree, shape, key order, layout, placement or dtype; the message names the
-            first difference and the rank. Raised on every rank of the mesh.
-
-    Communication:
-        One small exchange of descriptions a mesh, outside any trace.
-    """
-    mine: dict[DeviceMesh, list[str]] = {}
-    for path, leaf in trees.flatten_with_paths(bufs, is_leaf=is_buffer)[0]:
-        if isinstance(leaf, DBuffer):
-            mine.setdefault(leaf.mesh, []).extend(_describe(path, leaf))
-    for mesh, lines in mine.items():
-        everyone = meshes.gather_objects(lines, mesh)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                _refuse_difference(everyone[0], theirs, rank, where)
-
-
-def _describe(path: str, buf: DBuffer) -> list[str]:
-    spec = buf.spec
-    name = f"buffer {path}" if path else "the buffer"
-    tensors = [f"{name}{p}: {tuple(s)}" for p, s in zip(spec.tree.paths, spec.layout.tensor_shapes, strict=True)]
-    layout = f"offsets {spec.layout.tensor_to_offset}, size {spec.layout.size}, cuts {spec.layout.rank_to_offset}"
-    return [
-        *tensors,
-        f"{name}: placements {describe(spec.placements)}, {buf.dtype}, mesh {spec.mesh_shape()}",
-        f"{name}: layout {layout}, align {spec.layout.align}",
-    ]
-
-
-def _refuse_difference(first: list[str], theirs: list[str], rank: int, where: str) -> None:
-    pairs = zip([*first, *[""] * len(theirs)], [*theirs, *[""] * len(first)], strict=False)
-    a, b = next((a, b) for a, b in pairs if a != b)
-    raise TreeError(
-        explain(
-            where,
-            "ranks disagree about the buffers.",
-            got=f"rank 0: {a or '(nothing more)'}\nrank {rank}: {b or '(nothing more)'}",
-            need="the same tree, shapes, dtype, placements and layout on every rank of the mesh",
-            fix="build the buffers from the same model code and the same arguments on every rank",
-        )
-    )

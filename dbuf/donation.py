@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 from typing import Any
 
@@ -64,17 +63,18 @@ def _rebuild(out: Any, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, ...]) -> None:
+def check_donation(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, donate_argnums: tuple[int, ...]) -> None:
     """Refuse results that do not pair with what is donated.
 
     Args:
-        args: The arguments.
+        args: The arguments by position.
+        kwargs: Those by name.
         out: What the function returns for them; fake tensors will do.
         donate_argnums: Which arguments are donated.
 
     Raises:
         TreeError: A donated argument has no partner of the same structure, specs, shapes and dtypes.
-        DbufError: A number is out of range or given twice, or donated tensors share memory or require a gradient.
+        DbufError: A number is out of range or given twice; and what `check_memory` refuses.
     """
     parts = list(out) if isinstance(out, tuple | list) else [out]
     if sorted(set(donate_argnums)) != sorted(donate_argnums) or any(not 0 <= i < len(args) for i in donate_argnums):
@@ -90,14 +90,7 @@ def check_donation(args: tuple[Any, ...], out: Any, donate_argnums: tuple[int, .
         difference = _first_difference(args[i], parts[k])
         if difference:
             raise TreeError(_unpaired(i, k, *difference))
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for i in donate_argnums for x in trees.leaves(args[i])):
-        _refuse(
-            "a donated tensor requires a gradient, so its graph would grow from step to step.",
-            got="a buffer made of tensors that require one, such as a module's parameters",
-            need="tensors without a graph: dbuf.value_and_grad asks for gradients itself",
-            fix="dbuf.tree.map(torch.Tensor.detach, params) before the first step",
-        )
-    check_memory(args, donate_argnums)
+    check_memory(args, kwargs, donate_argnums)
 
 
 def forms_of_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> tuple[Hashable, ...]:
@@ -131,18 +124,54 @@ def _unpaired(argument: int, result: int, got: str, need: str) -> str:
     )
 
 
-def check_memory(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> None:
-    """Refuse donated tensors that share memory; run at every call, for equal specs do not tell them apart."""
-    tensors = [x for i in donate_argnums for x in trees.leaves(args[i]) if isinstance(x, torch.Tensor) and x.numel()]
-    tensors.sort(key=torch.Tensor.data_ptr)
-    for one, other in itertools.pairwise(tensors):
-        if one.data_ptr() + one.numel() * one.itemsize > other.data_ptr():
+def check_memory(args: tuple[Any, ...], kwargs: dict[str, Any], donate_argnums: tuple[int, ...]) -> None:
+    """Refuse donated tensors that cannot be written over; run at every call, for equal specs do not tell.
+
+    Raises:
+        DbufError: A donated tensor requires a gradient, or shares memory with itself or with another argument.
+    """
+    donated = [x for i in donate_argnums for x in _tensors(args[i])]
+    if any([x.requires_grad for x in donated]):
+        _refuse(
+            "a donated tensor requires a gradient, so its graph would grow from step to step.",
+            got="a buffer made of tensors that require one, such as a module's parameters",
+            need="tensors without a graph: dbuf.value_and_grad asks for gradients itself",
+            fix="dbuf.tree.map(torch.Tensor.detach, params) before the first step",
+        )
+    # An argument may be a donated tensor itself: a program is told of that.
+    same = {id(x) for x in donated}
+    others = [x for i, arg in enumerate(args) if i not in donate_argnums for x in _tensors(arg)] + _tensors(kwargs)
+    spans = [(*_span(x), True, x) for x in donated]
+    spans += [(*_span(x), False, x) for x in others if id(x) not in same]
+    spans.sort(key=lambda span: span[:2])
+    end, owner, is_donated = 0, torch.empty(0), False
+    for start, stop, mine, x in spans:
+        if start < end and (mine or is_donated):
             _refuse(
-                "two donated tensors share memory, so one result would overwrite the other.",
-                got=f"{_form(one)} and {_form(other)}",
+                "a donated tensor and another argument share memory, so one would overwrite the other.",
+                got=f"{_form(owner)} and {_form(x)}",
                 need="tensors with memory of their own",
-                fix="clone one of them before the first step",
+                fix="clone one of them before the step",
             )
+        if mine and stop - start < x.numel() * x.itemsize:
+            _refuse(
+                "elements of a donated tensor share memory.",
+                got=f"{_form(x)} with strides {x.stride()}",
+                need="memory for each element",
+                fix="tensor.contiguous() before the first step",
+            )
+        if stop > end:
+            end, owner, is_donated = stop, x, mine
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's elements lie."""
+    numel = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * k for n, k in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + numel * x.itemsize
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in trees.leaves(tree) if isinstance(x, torch.Tensor) and x.numel()]
 
 
 def _refuse(what: str, *, got: str, need: str, fix: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dbuf.collectives import is_collective
-from dbuf.compat import node_is_backward
+from dbuf.compat import node_is_backward, numel_hint
 
 __all__ = ["Collective", "Report", "read_graph"]
 
@@ -116,8 +116,7 @@ def _name(node: Node) -> str:
 def _read(node: Node, axis_of_group: Mapping[str, str]) -> Collective:
     kind = _KINDS[_name(node).rsplit(".", 1)[-1]]
     value = node.meta["val"]
-    source = node.all_input_nodes[0].meta["val"]
-    larger = max(int(value.numel()), int(source.numel()))
+    larger = max(numel_hint(value), numel_hint(node.all_input_nodes[0].meta["val"]))
     group = str(node.args[-1])
     return Collective(kind, axis_of_group.get(group, group), larger, value.dtype, node_is_backward(node))
 
@@ -128,7 +127,7 @@ def _gathered_alive(graph: Graph) -> tuple[int, int]:
     changes: list[tuple[int, int, int]] = []
     for node in graph.nodes:
         if is_collective(node.target) and _name(node).endswith("all_gather_into_tensor"):
-            nbytes = int(node.meta["val"].numel()) * node.meta["val"].dtype.itemsize
+            nbytes = numel_hint(node.meta["val"]) * node.meta["val"].dtype.itemsize
             changes += [(order[node], 1, nbytes), (_last_use(node, order) + 1, -1, -nbytes)]
     alive = nbytes = most = most_nbytes = 0
     for _, step, size in sorted(changes, key=lambda change: (change[0], change[1])):

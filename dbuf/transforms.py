@@ -6,9 +6,11 @@ The rule: the gradient of a sharded buffer is a sharded buffer with the same lay
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from dbuf.mesh import DeviceMesh, MeshSum
 __all__ = ["grad", "value_and_grad", "widest_mesh"]
 
 Function = Callable[..., Any]
+_inside = contextvars.ContextVar("inside a function that is being differentiated", default=False)
 
 
 def value_and_grad(
@@ -50,7 +53,8 @@ def value_and_grad(
         TreeError: A differentiated argument holds a plain floating tensor, whose gradient nobody would
             synchronise, or no buffer at all; the loss is not a floating scalar; buffers of several mesh sizes
             without `mean_over`.
-        DbufError: Called inside a `torch.func` transform.
+        DbufError: The loss reads no buffer; called inside a `torch.func` transform, or inside another `value_and_grad`,
+            where what is differentiated twice would be lost. Under `torch.no_grad()` the inner one is a constant.
 
     Communication:
         The transposes of the movements inside `fn`; nothing of its own.
@@ -81,10 +85,11 @@ def value_and_grad(
         _check_differentiable(chosen)
         inputs = [buf for arg in chosen for buf in buffers(arg)]
         variables = [buf.local.detach().requires_grad_() for buf in inputs]
-        with torch.enable_grad():
+        with torch.enable_grad(), _differentiating():
             out = fn(*_replace(args, positions, variables), **kwargs)
             loss, aux = out if has_aux else (out, None)
             _check_loss(loss)
+            _check_reads(loss)
             ranks = _num_ranks(inputs, mean_over) if reduction == "mean" else 1
             # Scaling the seed scales every gradient before any of them is reduced. 1 / 3 is no bf16 number, so a
             # loss in low precision is seeded with one, and its gradients are scaled where they are more precise.
@@ -189,6 +194,18 @@ def _ranks_of(buf: DBuffer) -> int:
     return buf.spec.num_ranks()
 
 
+@contextlib.contextmanager
+def _differentiating() -> Iterator[None]:
+    if torch.compiler.is_compiling():
+        yield
+        return
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
 def _check_differentiable(chosen: list[Any]) -> None:
     where = "dbuf.value_and_grad"
     if torch.compiler.is_compiling():
@@ -201,6 +218,16 @@ def _check_differentiable(chosen: list[Any]) -> None:
                 got="an outer torch.func.grad, vjp or vmap",
                 need="the outermost differentiation of a step: it runs torch.autograd inside",
                 fix="torch.func.grad over the dbuf movements themselves, or dbuf.grad alone",
+            )
+        )
+    if _inside.get() and torch.is_grad_enabled():
+        raise DbufError(
+            explain(
+                where,
+                "called inside another dbuf.value_and_grad.",
+                got="an outer one, which sees no derivative of the inner gradients",
+                need="one differentiation a step, or an inner one that is a constant",
+                fix="torch.func.grad over the dbuf movements for second derivatives; torch.no_grad() around a constant",
             )
         )
     named = [item for arg in chosen for item in trees.flatten_with_paths(arg, is_leaf=is_buffer)[0]]
@@ -225,6 +252,19 @@ def _is_differentiable(leaf: Any) -> bool:
     if is_buffer(leaf):
         return bool(leaf.local.dtype.is_floating_point)
     return not isinstance(leaf, torch.Tensor) or not leaf.dtype.is_floating_point
+
+
+def _check_reads(loss: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling() and not loss.requires_grad:
+        raise DbufError(
+            explain(
+                "dbuf.value_and_grad",
+                "the loss reads none of the buffers.",
+                got="a loss that requires no gradient",
+                need="a loss of the differentiated arguments, on every rank: the others wait in its collectives",
+                fix="the forward of an empty batch as well; no detach, no torch.no_grad() around it",
+            )
+        )
 
 
 def _check_loss(loss: Any) -> None:

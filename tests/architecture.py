@@ -21,6 +21,7 @@ ROWS = (
     "refusals",
     "spec",
     "buffer",
+    "agreement",
     "creation",
     "movement",
     "reduce",

@@ -9,7 +9,10 @@ from typing import Any
 from unittest import mock
 
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from torch._inductor.graph import GraphLowering
+
+import dbuf
 
 _START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.default\((.*)\)$")
 _GATHERS = "_c10d_functional.all_gather"  # in the comment above an exchange that once was a gather
@@ -39,6 +42,17 @@ def code_of(fn: Callable[..., Any], *args: Any) -> str:
                 raise
     (code,) = found
     return code[code.index("    def call(") :]
+
+
+def inspect_in_turns(calls: dict[str, tuple[Any, ...]]) -> dict[str, dbuf.Report]:
+    """Reports of `(fn, *args)` whose graph is the same on every rank: each rank reads some, all of them read all."""
+    out = {}
+    for i, (name, (fn, *args)) in enumerate(calls.items()):
+        if i % dist.get_world_size() == dist.get_rank():
+            out[name] = dbuf.inspect(fn, *args)
+        else:
+            dbuf.check({f"argument {k}": arg for k, arg in enumerate(args)})  # the exchange of the rank that does look
+    return out
 
 
 def collectives(code: str) -> list[tuple[str, str, int]]:

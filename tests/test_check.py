@@ -130,3 +130,28 @@ def test_buffers_that_agree_pass_and_any_rank_may_be_the_odd_one() -> None:
 
 def test_alone_there_is_nothing_to_compare() -> None:
     dbuf.check(_shard({"w": W}, dbuf.init_mesh(("dp",))))
+
+
+def _message(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except TreeError as error:
+        return str(error)
+    return ""
+
+
+def _two_meshes(swapped: int | None) -> Any:
+    mesh = dbuf.init_mesh(("outer", "inner"), (2, 2))
+    wide = dbuf.shard({"w": torch.ones(4)}, mesh, (RowAtomic(), RowAtomic()))
+    narrow = dbuf.shard({"w": torch.ones(4 + mesh.get_local_rank("outer"))}, mesh["inner"], RowAtomic())
+    if swapped == dist.get_rank():
+        return _message(lambda: dbuf.check({"narrow": narrow, "wide": wide}))
+    return _message(lambda: dbuf.check({"wide": wide, "narrow": narrow}))
+
+
+def test_buffers_of_two_meshes_in_another_order_are_no_hang() -> None:
+    """Each slice of a mesh may have other shapes; the order is that of the whole mesh."""
+    assert testing.run(_two_meshes, None, world_size=4) == [""] * 4
+    for message in testing.run(_two_meshes, 1, world_size=4):
+        assert "rank 0: buffer ['wide']: mesh ('outer', 'inner')" in message
+        assert "rank 1: buffer ['narrow']: mesh ('inner',)" in message

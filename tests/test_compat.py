@@ -397,6 +397,13 @@ def test_node_may_be_in_place_knows_what_inductor_knows() -> None:
     from torch._inductor.fx_passes import reinplace
 
     plain = [op for op in reinplace.inplaceable_ops if getattr(op, "namespace", None) == "aten"]
+    plain += reinplace._SCATTER_OP_TO_VIEW
+    others = [op for op in reinplace.inplaceable_ops if op not in plain]
+    assert {getattr(op, "__name__", str(op)) for op in others} <= {
+        "_generalized_scatter",  # made of scatters
+        "all_reduce.default",
+        "all_reduce_coalesced.default",
+    }
     graph = torch.fx.Graph()
     nodes = [graph.call_function(op, (graph.placeholder("x"),)) for op in plain]
     assert nodes and all(compat.node_may_be_in_place(node) for node in nodes)

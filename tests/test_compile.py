@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import dbuf
 import dbuf.compile
+import kernels
 import models
 import programs
 from dbuf import Replicate, RowAtomic, testing, tree
@@ -335,3 +336,35 @@ def test_options_and_dynamic_are_handed_on() -> None:
         dbuf.jit(_double, options={"no_such_option": 1})(_buffer())
     with pytest.raises(DbufError):
         dbuf.jit(_double, donate_argnums=3)(_buffer())
+
+
+def _sums_of_batches() -> Any:
+    """A collective whose size is that of the batch."""
+    mesh = dbuf.init_mesh(("dp",))
+    buf = dbuf.shard({"w": torch.ones(3)}, mesh, RowAtomic())
+    step = dbuf.jit(lambda b, x: (dbuf.gathered(lambda p: p["w"].sum())(b) + x.sum(), dbuf.pmean(x * 2, mesh)))
+    with kernels.graphs_alone():
+        values = [step(buf, torch.full((n, 2), 1.0))[1].sum().item() for n in range(3, 13)]
+    sizes = [max(c.numel for c in step.inspect(buf, torch.ones(n, 2)).sequence) for n in (3, 5, 12)]
+    return values, sizes, step.compiles
+
+
+@pytest.mark.slow
+def test_collectives_of_changing_sizes_compile_twice_and_are_reported_for_these_arguments() -> None:
+    """Was wrong: reading the graph fixed each size, and the ninth size was an error."""
+    for values, sizes, compiles in testing.run(_sums_of_batches, world_size=2):
+        assert (values, sizes, compiles) == ([4.0 * n for n in range(3, 13)], [6, 10, 24], 2)
+
+
+def test_a_mistake_at_a_later_call_is_told_as_python_tells_it() -> None:
+    step = dbuf.jit(lambda x: x.reshape(2, -1).sum(0))
+    step(torch.ones(4))
+    with pytest.raises(RuntimeError, match="shape '\\[2, -1\\]' is invalid") as caught:
+        step(torch.ones(5))
+    assert "Dynamo" not in str(caught.value)
+
+
+def test_a_transform_over_a_jitted_function_is_refused() -> None:
+    with pytest.raises(dbuf.DbufError, match=r"inside a torch\.func transform"):
+        torch.func.vmap(dbuf.jit(torch.sin))(torch.ones(2, 3))
+    testing.assert_close(dbuf.jit(torch.func.vmap(torch.sin))(torch.ones(2, 3)), torch.ones(2, 3).sin())

@@ -153,6 +153,74 @@ def test_a_value_that_moves_within_its_own_memory_is_read_before_it_is_written()
     assert _pointers(out) == places
 
 
+def _scatter(a: torch.Tensor) -> Any:
+    return a * 2, torch.slice_scatter(a, torch.full((2,), 100.0), 0, 0, 2), a.view(2, 2).select_scatter(a[:2], 1, 0)
+
+
+def _assign(a: torch.Tensor) -> Any:
+    b = a.clone()
+    b[0:2] = -100.0
+    return b.relu(), b
+
+
+def _put(a: torch.Tensor) -> Any:
+    put = a.index_put((torch.tensor([0, 2]),), torch.tensor([-1.0, -2.0]))
+    return put * 2, put
+
+
+def _put_and_keep(a: torch.Tensor) -> Any:
+    put = a.index_put((torch.tensor([0]),), torch.ones(1), accumulate=True)
+    return put, put
+
+
+@pytest.mark.parametrize("fn", [_scatter, _assign, _put, _put_and_keep])
+def test_what_inductor_would_do_in_place_is_done_on_a_copy(fn: Any) -> None:
+    """Further results are memory of their own: what an earlier step returned does not change."""
+    step = dbuf.jit(fn, donate_argnums=0)
+    mine, eager = torch.arange(4.0), torch.arange(4.0)
+    kept = []
+    for _ in range(3):
+        (mine, *others), (eager, *expected) = step(mine), fn(eager)
+        kept.append((others, expected))
+    testing.assert_bitwise(mine, eager)
+    for others, expected in kept:
+        testing.assert_bitwise(others, expected)
+
+
+def _reduced_in_place() -> dict[str, Any]:
+    mesh = dbuf.init_mesh(("dp",))
+    out: dict[str, Any] = {}
+    whole = dbuf.shard({"w": torch.arange(4.0) - 1}, mesh, dbuf.Replicate())
+
+    def turned(buf: dbuf.DBuffer) -> dbuf.DBuffer:
+        return dbuf.DBuffer(dbuf.psum(buf.local, mesh).view(2, 2).t().reshape(-1), buf.spec)
+
+    def twice(buf: dbuf.DBuffer) -> Any:
+        total = tree.map(lambda x: dbuf.psum(x, mesh), buf)
+        return total, total
+
+    out["turned"] = (turned(whole).local, dbuf.jit(turned, donate_argnums=0)(tree.map(torch.clone, whole)).local)
+    step, buf, logs = dbuf.jit(twice, donate_argnums=0), tree.map(torch.ones_like, whole), []
+    for _ in range(3):
+        buf, log = step(buf)
+        logs.append(log)
+    out["logs"] = [log.local[0].item() for log in logs]
+    return out
+
+
+@pytest.mark.slow
+def test_a_sum_over_ranks_that_is_read_twice_is_not_made_in_the_donated_memory() -> None:
+    for got in testing.run(_reduced_in_place, world_size=2):
+        testing.assert_bitwise(*got["turned"])
+        assert got["logs"] == [2.0, 4.0, 8.0]
+
+
+def test_complex_numbers_keep_every_bit_when_they_are_taken_early() -> None:
+    make = lambda: (torch.tensor([complex("inf+0j")]), torch.tensor([complex("1+nanj")]))  # noqa: E731
+    got = dbuf.jit(_swap, donate_argnums=(0, 1))(*make())
+    testing.assert_bitwise([torch.view_as_real(x) for x in got], [torch.view_as_real(x) for x in _swap(*make())])
+
+
 def test_packing_one_tensor_takes_no_further_memory() -> None:
     buf = _state()[0]["a"]
     double = dbuf.jit(lambda b: dbuf.pack({"w": dbuf.unpack(b)["w"] * 2 + 1}, like=b), donate_argnums=0)
@@ -268,6 +336,30 @@ def _overlapping() -> tuple[dbuf.DBuffer, dbuf.DBuffer]:
     """Two buffers whose memory overlaps without starting at the same place."""
     base, buf = torch.rand(4), _one(3)
     return dbuf.DBuffer(base[:3], buf.spec), dbuf.DBuffer(base[1:], buf.spec)
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda a: (a, a[1:3]), "another argument share memory"),
+        (lambda a: (a, a.view(2, 4)), "another argument share memory"),
+        (lambda a: (a[0::2], a[4:8]), "another argument share memory"),
+        (lambda a: (a[:1].expand(4), torch.ones(4)), "elements of a donated tensor share memory"),
+        (lambda a: (torch.nn.Parameter(a), torch.ones(4)), "requires a gradient"),
+        (lambda a: ((a * torch.nn.Parameter(a)), torch.ones(4)), "requires a gradient"),
+    ],
+    ids=["part", "view", "strided", "expanded", "parameter", "graph"],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_memory_that_cannot_be_written_over_is_refused(make: Any, part: str, later: bool) -> None:
+    """At the first call and at a later one: the program is that of arguments with memory of their own."""
+    step = dbuf.jit(lambda a, b: (a * 2, b.sum()), donate_argnums=0)
+    a, b = make(torch.arange(8.0))
+    if later:
+        step(torch.ones(a.shape), torch.ones(b.shape))
+    with pytest.raises(DbufError, match=part):
+        step(a, b)
+    testing.assert_bitwise(a.detach().flatten()[0], torch.tensor(0.0))
 
 
 def test_aliases_are_refused_at_any_call() -> None:

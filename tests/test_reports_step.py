@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 import dbuf
 import kernels
 import models
+import programs
 from dbuf import Partial, Replicate, RowAtomic, testing, tree
 from models import Gathers, allocations, memory_of, shard_groups
 
@@ -29,7 +30,6 @@ def _tokens() -> torch.Tensor:
 
 
 def _graphs() -> dict[str, Any]:
-    """Every rank has the same graphs; each reads one of them."""
     ddp = shard_groups(models.weights(1), _mesh(), Replicate())
     zero3 = shard_groups(models.weights(1), _mesh(), RowAtomic())
     half = functools.partial(dbuf.gathered, dtype=torch.bfloat16)
@@ -44,15 +44,11 @@ def _graphs() -> dict[str, Any]:
         loss, grads = dbuf.value_and_grad(models.language_loss(half))(params, tokens)
         return tree.map(lambda p, g: p - 0.1 * g, params, grads), dbuf.pmean(loss, mesh)
 
-    steps = {"ddp": (ddp_step, ddp), "zero3": (zero3_step, zero3)}
-    out = {}
-    for i, (name, (step, params)) in enumerate(steps.items()):
-        if i % dist.get_world_size() == dist.get_rank():
-            report = dbuf.inspect(step, params, _tokens())
-            out[name] = (report.collectives, report.scalars, report.graph_breaks, report.sequence)
-        else:
-            dbuf.check({"argument 0": params, "argument 1": _tokens()})
-    return out
+    calls = {"ddp": (ddp_step, ddp, _tokens()), "zero3": (zero3_step, zero3, _tokens())}
+    return {
+        name: (report.collectives, report.scalars, report.graph_breaks, report.sequence)
+        for name, report in programs.inspect_in_turns(calls).items()
+    }
 
 
 @pytest.mark.slow
@@ -152,7 +148,7 @@ def test_P195329_a_donated_update_allocates_nothing_of_full_size() -> None:
 
 def test_M7264_nothing_per_parameter_on_the_host() -> None:
     """The program of an update on a buffer of 300 tensors is that of an update on one, guards included."""
-    programs = []
+    found = []
     for tensors in (1, 300):
         torch.compiler.reset()
         like = {f"w{i}": torch.ones(600 // tensors) for i in range(tensors)}
@@ -165,8 +161,8 @@ def test_M7264_nothing_per_parameter_on_the_host() -> None:
 
         jitted = dbuf.jit(update)
         _, (code,) = run_and_get_code(jitted, params, adamw.init(params))
-        programs.append((dict(jitted.inspect(params, adamw.init(params)).ops), code.count("cpp_fused"), len(code)))
-    assert programs[0] == programs[1]
+        found.append((dict(jitted.inspect(params, adamw.init(params)).ops), code.count("cpp_fused"), len(code)))
+    assert found[0] == found[1]
 
 
 def _gradients_alive() -> tuple[int, int]:
@@ -179,7 +175,7 @@ def _gradients_alive() -> tuple[int, int]:
             h = dbuf.gathered(models.block)(group, h)
         return h.square().mean()
 
-    _, (code,) = run_and_get_code(dbuf.jit(dbuf.grad(loss_fn)), params, torch.ones(3, 24))
+    code = programs.code_of(dbuf.jit(dbuf.grad(loss_fn)), params, torch.ones(3, 24))
     full = params["block0"].layout.size
     assert full > sum(t.numel() for t in groups["block0"].values())  # padding, which once held all of them alive
     held = [[kind for kind, nbytes in now.values() if nbytes == full * 4] for now in memory_of(code)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -302,3 +304,35 @@ def test_a_loss_in_bf16_does_not_round_one_over_the_ranks() -> None:
     for local, ranks in testing.run(_bf16_loss, world_size=3):
         assert ranks == 3
         testing.assert_close(local, torch.ones(4), rtol=1e-6)
+
+
+def _cubes(buf: dbuf.DBuffer) -> torch.Tensor:
+    return dbuf.gathered(lambda p: (p["w"] ** 3).sum())(buf)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, dbuf.jit], ids=["eager", "jit"])
+def test_what_would_be_differentiated_twice_is_refused(wrap: Callable[..., Any]) -> None:
+    """Was wrong: the derivative of the inner gradients was left out. torch.func has it."""
+    buf = dbuf.shard({"w": torch.tensor([1.0, 2.0])}, dbuf.init_mesh(("dp",)), RowAtomic())
+
+    def penalised(b: dbuf.DBuffer, quiet: bool = False) -> torch.Tensor:
+        with torch.no_grad() if quiet else contextlib.nullcontext():
+            inner = dbuf.grad(_cubes)(b)
+        return _cubes(b) + dbuf.vdot(inner, inner)
+
+    with pytest.raises(dbuf.DbufError, match=r"inside another dbuf\.value_and_grad"):
+        wrap(dbuf.grad(penalised))(buf)
+    assert dbuf.grad(lambda b: penalised(b, quiet=True))(buf).local.tolist() == [3.0, 12.0]
+
+    def twice(b: dbuf.DBuffer) -> torch.Tensor:
+        inner = torch.func.grad(_cubes)(b)
+        return _cubes(b) + dbuf.vdot(inner, inner)
+
+    assert torch.func.grad(twice)(buf).local.tolist() == [39.0, 300.0]
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, dbuf.jit], ids=["eager", "jit"])
+def test_a_loss_that_reads_no_buffer_is_refused(wrap: Callable[..., Any]) -> None:
+    buf = dbuf.shard({"w": torch.ones(2)}, dbuf.init_mesh(("dp",)), RowAtomic())
+    with pytest.raises(dbuf.DbufError, match="reads none of the buffers"):
+        wrap(dbuf.grad(lambda b: torch.tensor(1.0)))(buf)

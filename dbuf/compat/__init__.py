@@ -18,6 +18,7 @@ from dbuf.compat.nodes import (
     node_mark,
     node_may_be_in_place,
     node_region,
+    numel_hint,
 )
 from dbuf.compat.runtime import (
     OPTREE_GLOBAL,
@@ -88,6 +89,7 @@ __all__ = [
     "node_mark",
     "node_may_be_in_place",
     "node_region",
+    "numel_hint",
     "register_constant",
     "release_groups",
     "storage_id",

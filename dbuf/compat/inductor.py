@@ -140,7 +140,7 @@ def _same_order() -> dict[str, Any]:
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
-    graph_pass: Callable[[torch.fx.Graph], None],
+    graph_pass: Callable[[torch.fx.Graph], object],
     options: Mapping[str, Any],
     place: Place | None = None,
 ) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ __all__ = [
     "node_mark",
     "node_may_be_in_place",
     "node_region",
+    "numel_hint",
 ]
 
 
@@ -55,7 +56,10 @@ def node_is_higher_order(node: torch.fx.Node) -> bool:
 def node_may_be_in_place(node: torch.fx.Node) -> bool:
     """Whether Inductor may do a graph node in the memory of its input, if that is written later (2.13, 2.14)."""
     aten = torch.ops.aten
-    names = ("index_put", "_unsafe_index_put", "_philox_uniform", "_philox_normal")
+    names = [
+        *("index_put", "_unsafe_index_put", "_philox_uniform", "_philox_normal"),
+        *("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"),
+    ]
     return any(node.target is getattr(aten, name).default for name in names if hasattr(aten, name))
 
 
@@ -94,3 +98,9 @@ def node_is_inlined(node: torch.fx.Node) -> bool:
         *gathers,
         torch.ops.prims.convert_element_type.default,
     )
+
+
+def numel_hint(tensor: torch.Tensor) -> int:
+    """Elements of a tensor of a graph; where a size varies, those of now, and it stays free (2.13, 2.14)."""
+    numel: Any = tensor.numel()
+    return int(numel.node.hint) if isinstance(numel, torch.SymInt) else int(numel)

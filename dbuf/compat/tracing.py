@@ -14,7 +14,7 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
-from torch._dynamo.exc import Unsupported as TracingFailed
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._library import opaque_object
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import get_current_meta
@@ -33,6 +33,9 @@ __all__ = [
     "register_constant",
     "trace_autograd",
 ]
+
+TracingFailed = (Unsupported, TorchRuntimeError)
+"""What a trace ends with when the function cannot be traced, or an operation of it fails (2.13, 2.14)."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

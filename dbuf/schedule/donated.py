@@ -7,13 +7,13 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from dbuf.collectives import ALL_REDUCE
+from dbuf.collectives import ALL_REDUCE, WAIT_FOR
 from dbuf.compat import node_may_be_in_place
-from dbuf.schedule.values import origin
+from dbuf.schedule.values import insert_copy, origin
 
 __all__ = ["take_before_writing"]
 
-_CLONE = torch.ops.aten.clone.default
+_CLONE, _COPY = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
 
 
 def take_before_writing(graph: Graph) -> int:
@@ -31,26 +31,31 @@ def take_before_writing(graph: Graph) -> int:
     Returns:
         The number of tensors read early.
     """
-    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    writes = [node for node in graph.nodes if node.target is _COPY]
     written = {node.args[0] for node in writes}
     early = [(node, node.args[1]) for node in writes if origin(node.args[1]) in written - {node.args[0]}]
     early += [(node, node.args[1]) for node in writes if _is_view(node.args[1])]
     out = graph.output_node()
     early += [(out, copy) for copy in out.all_input_nodes if copy.target is _CLONE and origin(copy) in written]
-    results = {node.args[0]: origin(node.args[1]) for node in writes}
-    for node in [node for node in graph.nodes if _may_be_in_place(node) and node.args[0] in results]:
-        if results[node.args[0]] not in (node, *node.users):  # of a collective, what waits for it
+    for node in filter(_may_be_in_place, graph.nodes):
+        target = origin(node.args[0])
+        if target in written and not (node.args[0] is target and _ends_in(target, node)):
             early.append((node, node.args[0]))
     for node, source in dict.fromkeys(early):
         with graph.inserting_before(node if _may_be_in_place(node) else writes[0]):
-            # By arithmetic, since copies that change nothing are dropped. Multiplying by one keeps every number.
-            if source.meta["val"].dtype == torch.bool:
-                taken = graph.call_function(torch.ops.aten.logical_or.default, (source, source))
-            else:
-                taken = graph.call_function(torch.ops.aten.mul.Tensor, (source, 1))
-            taken.meta["val"] = source.meta["val"]
-        node.replace_input_with(source, taken)
+            copy = insert_copy(graph, source)
+        node.replace_input_with(source, copy)
     return len(early)
+
+
+def _ends_in(target: Node, node: Node) -> bool:
+    """Whether all that becomes of a node is written into `target` as it is, or is made of it in place."""
+    return all(
+        (user.target is _COPY and user.args[0] is target)
+        or (user.target in (_CLONE, WAIT_FOR) and _ends_in(target, user))
+        or (_may_be_in_place(user) and user.args[0] is node and node not in user.args[1:] and _ends_in(target, user))
+        for user in node.users
+    )
 
 
 def _is_view(node: Node) -> bool:

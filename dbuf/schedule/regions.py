@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dbuf.compat import node_is_backward, node_is_region
+from dbuf.schedule.values import insert_copy
 
 __all__ = ["take_aliases_outside"]
 
@@ -66,20 +67,11 @@ def _region_of(call: Node) -> GraphModule:
 
 
 def _keep_out_of_concatenations(graph: Graph, own: list[Any]) -> None:
-    """Have a result that is concatenated as well copied there: Inductor would make it in its place there.
-
-    As in `take_before_writing`, the copy is by arithmetic: copies that change nothing are dropped.
-    """
+    """Have a result that is concatenated as well copied there: Inductor would make it in its place there."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
-        copies = {}
-        for part in node.all_input_nodes:
-            if _root(part) in own:
-                with graph.inserting_before(node):
-                    is_bool = part.meta["val"].dtype == torch.bool
-                    op, other = (torch.ops.aten.logical_or.default, part) if is_bool else (torch.ops.aten.mul.Tensor, 1)
-                    copies[part] = graph.call_function(op, (part, other))
-                    copies[part].meta = {**part.meta, "val": op(part.meta["val"], part.meta["val"] if is_bool else 1)}
-        for part, copy in copies.items():
+        for part in [part for part in node.all_input_nodes if _root(part) in own]:
+            with graph.inserting_before(node):
+                copy = insert_copy(graph, part)
             node.replace_input_with(part, copy)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-__all__ = ["insert_call", "keeps_values", "origin"]
+__all__ = ["insert_call", "insert_copy", "keeps_values", "origin"]
 
 
 def keeps_values(node: Node) -> bool:
@@ -35,3 +35,17 @@ def insert_call(graph: Graph, meta: Mapping[str, Any], op: Any, *args: Any, **kw
     node.meta = {**meta, "val": op(*values, **kwargs)}
     node.meta.pop("eager_input_vals", None)  # of the node whose place it takes; Inductor lays out by them
     return node
+
+
+def insert_copy(graph: Graph, node: Node) -> Node:
+    """Copy a node where the graph inserts nodes now: by arithmetic, since copies that change nothing are dropped.
+
+    Multiplying real numbers by one keeps every one of them; of complex ones it would not.
+    """
+    aten, dtype = torch.ops.aten, node.meta["val"].dtype
+    if dtype == torch.bool:
+        return insert_call(graph, node.meta, aten.logical_or.default, node, node)
+    if not dtype.is_complex:
+        return insert_call(graph, node.meta, aten.mul.Tensor, node, 1)
+    parts = insert_call(graph, node.meta, aten.view_as_real.default, node)
+    return insert_call(graph, node.meta, aten.view_as_complex.default, insert_copy(graph, parts))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from dbuf import tree as trees
+from dbuf.agreement import check
 from dbuf.buffer import cast, is_buffer, require_buffers
-from dbuf.creation import check
 from dbuf.errors import TreeError, explain
 from dbuf.movement import redistribute
 from dbuf.optim import GradientTransformation

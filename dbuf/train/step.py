@@ -13,7 +13,7 @@ import torch
 
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, cast, is_buffer
-from dbuf.errors import DbufError, PlacementError, explain, require_positive
+from dbuf.errors import DbufError, PlacementError, TreeError, explain, require_positive
 from dbuf.mesh import DeviceMesh
 from dbuf.movement import redistribute
 from dbuf.optim import GradientTransformation, apply_updates
@@ -165,6 +165,7 @@ def _piece(batch: Any, i: int, microbatches: int) -> Any:
 def _report(values: list[Any], has_aux: bool, mesh: DeviceMesh, axes: Any) -> tuple[torch.Tensor, Any]:
     """Loss and aux over microbatches and ranks."""
     pairs = values if has_aux else [(value, ()) for value in values]
+    _check_aux([aux for _, aux in pairs])
 
     def over_all(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
@@ -179,6 +180,23 @@ def _report(values: list[Any], has_aux: bool, mesh: DeviceMesh, axes: Any) -> tu
         return psum(total, mesh, axes)
 
     return trees.map(over_all, *pairs)  # type: ignore[no-any-return]
+
+
+def _check_aux(aux: list[Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    named = [item for one in aux for item in trees.flatten_with_paths(one, is_leaf=is_buffer)[0]]
+    bad = [p for p, x in named if is_buffer(x) or (isinstance(x, torch.Tensor) and x.is_complex())]
+    if bad:
+        raise TreeError(
+            explain(
+                _WHERE,
+                "an aux cannot be averaged over ranks and microbatches.",
+                got="a buffer, or complex numbers, at aux" + ", aux".join(dict.fromkeys(bad)),
+                need="real tensors, of which each rank has its own",
+                fix="dbuf.global_norm(buf) or another number of a buffer; torch.view_as_real of complex numbers",
+            )
+        )
 
 
 def _keep_unless(good: torch.Tensor, new: TrainState, old: TrainState) -> TrainState:

@@ -102,7 +102,7 @@ def picture(runs: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon"], metavar="NAME")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], metavar="RATE")
+    parser.add_argument("--rates", nargs="+", type=float, default=[2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3], metavar="RATE")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--name", default="optimizers", help="of the files that are written")

@@ -63,6 +63,17 @@ def test_floating_aux_is_averaged_and_counts_are_summed() -> None:
         assert aux["name"] == "lm"
 
 
+@pytest.mark.parametrize("make", [lambda p: p, lambda p: {"z": torch.ones(2, dtype=torch.complex64)}])
+def test_aux_that_cannot_be_averaged_is_refused(make: Any) -> None:
+    """Was wrong: the parts of a sharded buffer were averaged with each other."""
+    optimizer = dbuf.optim.sgd(0.1)
+    mesh, strategy, state = training.start((1,), "zero3", optimizer)
+    inner = models.language_loss()
+    step = make_train_step(lambda p, t: (inner(p, t), make(p)), optimizer, strategy, has_aux=True)
+    with pytest.raises(TreeError, match="aux cannot be averaged"):
+        step(state, training.batch_of(mesh, 0))
+
+
 def _skip(name: str, compiled: bool) -> Any:
     """Of two ranks the last one's third batch gives a gradient that is not a number."""
     optimizer = dbuf.optim.adamw(0.02)
