@@ -35,7 +35,7 @@ from dbuf.train import Strategy, init, make_train_step
 
 STEPS, BATCH, CONTEXT = 600, 8, 128  # BATCH windows a step, over all processes together
 WIDTH, LAYERS, HEADS = 192, 4, 4
-LEARNING_RATE, WARMUP, B2, WEIGHT_DECAY = 3e-3, 0.1, 0.95, 0.1  # WARMUP is a fraction of STEPS
+LEARNING_RATE, WARMUP, B2, WEIGHT_DECAY = 1e-3, 0.1, 0.95, 0.1  # WARMUP is a fraction of STEPS
 EVALUATIONS, EVALUATION_WINDOWS = 12, 64
 HELDOUT = 0.05  # the last part of the text, never trained on
 SAMPLE_BYTES, TEMPERATURE = 400, 0.8

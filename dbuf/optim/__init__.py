@@ -1,6 +1,6 @@
 """Optimizers as pairs of pure functions over pytrees of DBuffers, after optax."""
 
-from dbuf.optim.adamw import adamw
+from dbuf.optim.adamw import adamw, adamw8bit
 from dbuf.optim.base import GradientTransformation, LearningRate, apply_updates, chain
 from dbuf.optim.by_owner import by_owner
 from dbuf.optim.clip import clip_by_global_norm
@@ -9,7 +9,7 @@ from dbuf.optim.lion import lion, scale_by_lion
 from dbuf.optim.muon import muon, orthogonalize
 from dbuf.optim.partition import partition
 from dbuf.optim.paths import Rule, is_matrix
-from dbuf.optim.quantized import Quantized, adamw8bit, quantized
+from dbuf.optim.quantized import Quantized, quantized
 from dbuf.optim.scale import (
     LearningRateState,
     ScaleByAdamState,

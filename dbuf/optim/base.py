@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from dbuf import tree
-from dbuf.buffer import buffers, is_buffer
+from dbuf.buffer import DBuffer, buffers, is_buffer
 from dbuf.errors import DbufError, PlacementError, TreeError, explain
 from dbuf.placement import Partial, describe
 from dbuf.spec import BufferSpec
@@ -59,12 +59,26 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     Returns:
         One transformation, whose state is the tuple of theirs.
 
+    Raises:
+        DbufError: An argument is no transformation.
+
     Example:
         >>> from dbuf.optim import sgd
         >>> from dbuf.optim import clip_by_global_norm
         >>> len(chain(clip_by_global_norm(1.0), sgd(0.1)).init({}))
         2
     """
+    wrong = [part for part in transformations if not hasattr(part, "init") or not hasattr(part, "update")]
+    if wrong:
+        raise DbufError(
+            explain(
+                "dbuf.optim.chain",
+                "not every argument is a transformation.",
+                got=", ".join(type(part).__name__ for part in wrong),
+                need="transformations, each an argument of its own",
+                fix="chain(clip_by_global_norm(1.0), adamw(1e-3))",
+            )
+        )
 
     def init(params: PyTree) -> PyTree:
         return tuple(part.init(params) for part in transformations)
@@ -100,21 +114,27 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def named(name: str, transformation: GradientTransformation) -> GradientTransformation:
-    """The same transformation, which refuses gradients that do not fit under the name that the user wrote."""
+    """The same transformation, which refuses gradients that do not fit under the name that the user wrote.
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        require_same_specs(f"dbuf.optim.{name}", params, grads=grads)
+    Not while tracing: the pieces refuse them too, and to compare twice is time to compile.
+    """
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        if not torch.compiler.is_compiling():
+            require_same_specs(f"dbuf.optim.{name}", params, grads=grads)
         return transformation.update(grads, state, params)
 
     return GradientTransformation(transformation.init, update)
 
 
-def to_state_dtype() -> GradientTransformation:
-    """Gradients in the dtype of optimizer state."""
-    return GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params: (each(lambda g: g.to(state_dtype(g.dtype)), grads), state),
-    )
+def to_state_dtype(where: str) -> GradientTransformation:
+    """Gradients in the dtype of optimizer state; those that do not fit are refused."""
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        require_same_specs(where, params, grads=grads)
+        return each(lambda g: g.to(state_dtype(g.dtype)), grads), state
+
+    return GradientTransformation(lambda params: (), update)
 
 
 def each(fn: Callable[..., torch.Tensor], bufs: PyTree, *rest: PyTree) -> PyTree:
@@ -150,36 +170,52 @@ def require_same_specs(where: str, params: PyTree, **others: PyTree) -> None:
         **others: Trees of the same buffers, by the name that messages give them.
 
     Raises:
-        TreeError: A tree does not have the structure of `params`.
+        TreeError: A tree does not have the structure of `params`; the order of dict keys counts, for an optimizer may
+            pair buffers by position.
         PlacementError: Placements, layouts or meshes differ; every offending buffer is listed.
     """
-    expected = buffers(params)
     for other in others.values():
-        found = buffers(other)
-        if len(found) != len(expected) or any(a.spec != b.spec for a, b in zip(found, expected, strict=True)):
+        if not _alike(other, params):
             raise _mismatch(where, params, others)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two trees have the same containers and specs; in a trace pytree's way takes four times as long."""
+    if isinstance(a, DBuffer) or isinstance(b, DBuffer):
+        return isinstance(a, DBuffer) and isinstance(b, DBuffer) and a.spec == b.spec
+    if type(a) is not type(b):
+        return False
+    if type(a) is dict:
+        return list(a) == list(b) and all(_alike(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    (found, structure), (expected, other) = tree.flatten(a, is_leaf=is_buffer), tree.flatten(b, is_leaf=is_buffer)
+    if structure != other or (len(found) == 1 and found[0] is a):  # containers that differ, or one leaf
+        return structure == other
+    return all(_alike(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufError:
     """The error that lists every buffer of `others` that is not as in `params`."""
     expected, structure = tree.flatten_with_paths(params, is_leaf=is_buffer)
+    kinds = [is_buffer(param) for _, param in expected]
     wrong: list[str] = []
     partial = False
     target: Any = ()
     for name, other in others.items():
         found, other_structure = tree.flatten_with_paths(other, is_leaf=is_buffer)
-        if other_structure != structure:
+        if other_structure != structure or [is_buffer(buf) for _, buf in found] != kinds:
             return TreeError(
                 explain(
                     where,
                     f"{name} and params are trees of different structure.",
                     got=f"{name}: {_paths(found)}\nparams: {_paths(expected)}",
-                    need="gradients, optimizer state and parameters as trees of equal structure",
-                    fix="differentiate with respect to all of params, and init the state with them",
+                    need="gradients, optimizer state and parameters as trees of one structure, dict keys in one order",
+                    fix="update(grads, state, params) with gradients of all of params, and the state of init(params)",
                 )
             )
         for (path, buf), (_, param) in zip(found, expected, strict=True):
-            if is_buffer(buf) and is_buffer(param) and buf.spec != param.spec:
+            if is_buffer(buf) and buf.spec != param.spec:
                 target = param.spec.placements
                 partial |= any(isinstance(placement, Partial) for placement in buf.spec.placements)
                 wrong.append(f"{name}{path} has {_difference(buf.spec, param.spec)}")
@@ -194,7 +230,9 @@ def _mismatch(where: str, params: PyTree, others: dict[str, PyTree]) -> DbufErro
 
 
 def _paths(keyed: list[tuple[str, Any]]) -> str:
-    return ", ".join(path for path, _ in keyed) or "empty"
+    """The places of buffers, and of what else there is."""
+    names = [f"{path or 'all'}{'' if is_buffer(leaf) else f' ({type(leaf).__name__})'}" for path, leaf in keyed]
+    return ", ".join(names) or "empty"
 
 
 def _text(part: Any) -> str:

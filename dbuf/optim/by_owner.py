@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +22,9 @@ from dbuf.compat import register_constant
 from dbuf.errors import TreeError, explain
 from dbuf.layout import GlobalLayout, Shape
 from dbuf.movement import redistribute
+from dbuf.optim.arguments import require_callable
 from dbuf.optim.base import GradientTransformation, PyTree, each, require_same_specs, state_dtype
+from dbuf.optim.owner_checks import require_equal_structures, require_state, require_update, template_of
 from dbuf.optim.paths import Rule, decide, put, take
 from dbuf.placement import TensorAtomic, shard_placement
 from dbuf.plan.owners import Cost, plan_owners
@@ -33,10 +35,12 @@ __all__ = ["by_owner"]
 
 _WHERE = "dbuf.optim.by_owner"
 
+Update: TypeAlias = Callable[[torch.Tensor, PyTree], tuple[torch.Tensor, PyTree]]
+
 
 def by_owner(
     init: Callable[[torch.Tensor], PyTree],
-    update: Callable[[torch.Tensor, PyTree], tuple[torch.Tensor, PyTree]],
+    update: Update,
     *,
     select: Rule | None = None,
     cost: Cost = "numel",
@@ -46,20 +50,27 @@ def by_owner(
     The tensors of all groups are shared out over all ranks of their mesh (`plan_owners`); those of equal shape that a
     rank owns run as one batch, through `torch.func.vmap`. Parameters that rest as `TensorAtomic` stay where they are.
 
+    A tensor has one owner, also where it is a stack of matrices: experts balance as tensors of their own, and not as
+    one that costs more than a rank's share.
+
     Args:
         init: `init(param) -> state` of one tensor: a pytree of tensors of any shapes, of one structure for all
             tensors. It sees the shape and dtype of the parameter, but not its numbers.
-        update: `update(grad, state) -> (update, state)` of one tensor, at least float32.
+        update: `update(grad, state) -> (update, state)` of one tensor, at least float32, with the shapes, structure
+            and dtypes that it is given. `init` tries it on every rank, on tensors without memory.
         select: `select(path, shape)` says which tensors; the updates of others pass as they are. By default all.
         cost: What a tensor costs its owner: `"numel"`, `"newton_schulz"` or a function of its shape.
 
     Returns:
-        The transformation. Its state is a list with an entry a buffer: the pytree of `init`, with a TensorAtomic buffer
-        in place of each tensor, which has the paths of the parameters.
+        The transformation. Its state is the tree of parameters with an entry in place of each buffer: the pytree of
+        `init`, with a TensorAtomic buffer in place of each tensor, which has the paths of the parameters; or None where
+        no tensor is selected.
 
     Raises:
-        PlacementError: In `update`, gradients are not placed and laid out like the parameters.
-        TreeError: States of different structures or dtypes.
+        DbufError: `select` is no function.
+        PlacementError: In `update`, gradients are not placed and laid out like the parameters, or the state is that of
+            other owners or of another selection.
+        TreeError: In `init`, states of different structures or dtypes, or an update that does not fit them.
 
     Communication:
         One all-to-all a buffer to the owners and one back. On a mesh with a replicated axis the way back starts with an
@@ -76,27 +87,36 @@ def by_owner(
         >>> sign.update(buf, sign.init(buf), buf)[0].local
         tensor([0.7071, 0.0000, 0.0000, 0.7071])
     """
+    require_callable(_WHERE, "select", select, "lambda path, shape: len(shape) >= 2")
     owners = _Owners(cost)
 
-    def init_all(params: PyTree) -> list[PyTree]:
-        parts = [part for part in _parts(params, params, select) if part is not None]
-        return [_init_state(init, owners, target, part) for part, target in _with_targets(parts, owners)]
+    def init_all(params: PyTree) -> PyTree:
+        parts = _parts(params, params, select)
+        entries: list[PyTree] = [None] * len(parts)
+        for k, part, target in _moving(parts, _targets(parts, owners)):
+            entries[k] = _init_state(init, update, owners, target, part)
+        return _in_place_of_buffers(params, entries)
 
-    def update_all(grads: PyTree, state: list[PyTree], params: PyTree) -> tuple[PyTree, list[PyTree]]:
+    def update_all(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         require_same_specs(_WHERE, params, grads=grads)
         wide = each(lambda g: g.to(state_dtype(g.dtype)), grads)
         parts = _parts(wide, params, select)
-        moving = [part for part in parts if part is not None]
+        targets = _targets(parts, owners)
+        entries = _entries(params, state)
+        if not torch.compiler.is_compiling():
+            for entry, target in zip(entries, targets, strict=True):
+                require_state(entry, target, owners.of_state)
+        moving = _moving(parts, targets)
         if not moving:
             return wide, state
-        targets = [target for _, target in _with_targets(moving, owners)]
-        owned = _move(moving, targets)
-        results, new_state = _update_owned(update, owned, state)
-        back = iter(_move(results, [part.spec for part in moving]))
-        whole = iter([None if part is None else next(back) for part in parts])
-
-        updates = tree.map(lambda g: g if g is None else put(g, next(whole)), wide, is_leaf=is_buffer)
-        return updates, new_state
+        owned = _move([part for _, part, _ in moving], [target for _, _, target in moving])
+        results, new = _update_owned(update, owned, [entries[k] for k, _, _ in moving])
+        back = _move(results, [part.spec for _, part, _ in moving])
+        whole: list[DBuffer | None] = [None] * len(parts)
+        for (k, _, _), entry, buf in zip(moving, new, back, strict=True):
+            entries[k], whole[k] = entry, buf
+        updates = [put(buf, part) for buf, part in zip(buffers(wide), whole, strict=True)]
+        return _in_place_of_buffers(wide, updates), _in_place_of_buffers(params, entries)
 
     return GradientTransformation(init_all, update_all)
 
@@ -146,8 +166,41 @@ def _parts(bufs: PyTree, params: PyTree, rule: Rule | None) -> list[DBuffer | No
     return [take(buf, keep) for buf, (_, keep) in zip(buffers(bufs), decide(rule, params), strict=True)]
 
 
-def _with_targets(parts: list[DBuffer], owners: _Owners) -> list[tuple[DBuffer, BufferSpec]]:
-    return list(zip(parts, owners.targets(*[part.spec for part in parts]), strict=True)) if parts else []
+def _targets(parts: list[DBuffer | None], owners: _Owners) -> list[BufferSpec | None]:
+    """Where each part goes; None for none."""
+    specs = [part.spec for part in parts if part is not None]
+    targets = iter(owners.targets(*specs) if specs else ())
+    return [None if part is None else next(targets) for part in parts]
+
+
+def _moving(parts: list[DBuffer | None], targets: list[BufferSpec | None]) -> list[tuple[int, DBuffer, BufferSpec]]:
+    """What there is to move: the number of its buffer, itself, and where it goes."""
+    pairs = enumerate(zip(parts, targets, strict=True))
+    return [(k, part, target) for k, (part, target) in pairs if part is not None and target is not None]
+
+
+def _in_place_of_buffers(bufs: PyTree, entries: list[Any]) -> PyTree:
+    """The tree with an entry in place of each buffer."""
+    rest = iter(entries)
+    return tree.map(lambda buf: next(rest) if is_buffer(buf) else buf, bufs, is_leaf=is_buffer)
+
+
+def _entries(bufs: PyTree, state: PyTree) -> list[PyTree]:
+    """The entry of each buffer."""
+    found: list[PyTree] = []
+    try:
+        tree.map(lambda buf, entry: found.append(entry) if is_buffer(buf) else None, bufs, state, is_leaf=is_buffer)
+    except ValueError as error:
+        raise TreeError(
+            explain(
+                _WHERE,
+                "the state and params are trees of different structure.",
+                got=str(error),
+                need="the tree of params with an entry in place of each buffer",
+                fix="the state that init(params) gives",
+            )
+        ) from None
+    return found
 
 
 def _move(bufs: list[DBuffer], targets: list[BufferSpec]) -> list[DBuffer]:
@@ -173,17 +226,16 @@ class _Member(NamedTuple):
     state: tuple[torch.Tensor, ...]
 
 
-def _update_owned(
-    update: Callable[[torch.Tensor, PyTree], tuple[torch.Tensor, PyTree]], owned: list[DBuffer], state: list[PyTree]
-) -> tuple[list[DBuffer], list[PyTree]]:
-    """Run `update` on everything that this rank owns, tensors of equal shapes together."""
+def _update_owned(update: Update, owned: list[DBuffer], state: list[PyTree]) -> tuple[list[DBuffer], list[PyTree]]:
+    """Run `update` on everything that this rank owns, tensors of equal shapes and dtypes together."""
     batches: dict[tuple[Any, ...], list[_Member]] = {}
     states = [tree.flatten(of_buffer, is_leaf=is_buffer) for of_buffer in state]
     for k, buf in enumerate(owned):
         leaves = [_owned(leaf) for leaf in states[k][0]]
         for t, grad in _owned(buf).items():
             member = _Member(k, t, grad, tuple([leaf[t] for leaf in leaves]))
-            batches.setdefault((grad.shape, *[x.shape for x in member.state], str(states[k][1])), []).append(member)
+            kinds = [(x.shape, x.dtype) for x in (grad, *member.state)]
+            batches.setdefault((*kinds, str(states[k][1])), []).append(member)
     results: list[dict[int, torch.Tensor]] = [{} for _ in owned]
     new_leaves: list[list[dict[int, torch.Tensor]]] = [[{} for _ in leaves] for leaves, _ in states]
     for members in batches.values():
@@ -219,36 +271,24 @@ def _pack(owned: dict[int, torch.Tensor], like: DBuffer) -> DBuffer:
     return pack(tree.fill(leaves, spec.treespec(), spec.present()), like)
 
 
-def _init_state(init: Callable[[torch.Tensor], PyTree], owners: _Owners, target: BufferSpec, part: DBuffer) -> PyTree:
+def _init_state(
+    init: Callable[[torch.Tensor], PyTree], update: Update, owners: _Owners, target: BufferSpec, part: DBuffer
+) -> PyTree:
     """The state of one buffer: for each leaf of `init`'s tree a buffer with that tensor of every parameter."""
     dtype, device = state_dtype(part.dtype), part.device
     shapes = target.global_shapes()
-    templates = [tree.flatten(init(torch.empty(shape, dtype=dtype, device="meta"))) for shape in shapes]
+    templates = [template_of(init(torch.empty(shape, dtype=dtype, device="meta"))) for shape in shapes]
     if not templates:
         return ()
-    _check_states(templates, target)
+    require_equal_structures(templates, target.tree_paths())
+    if not torch.compiler.is_compiling():
+        for shape, template in dict(zip(shapes, templates, strict=True)).items():
+            require_update(update, shape, dtype, device, template)
     own = {t for t, at in enumerate(target.part_of_tensor()) if at >= 0}
     made = {t: tree.leaves(init(torch.zeros(shapes[t], dtype=dtype, device=device))) for t in own}
     state = []
-    for i, leaf in enumerate(templates[0][0]):
-        spec = owners.of_state(target, tuple([tuple(leaves[i].shape) for leaves, _ in templates]))
-        like = DBuffer(torch.zeros(spec.local_numel(), dtype=leaf.dtype, device=device), spec)
+    for i, leaf_dtype in enumerate(templates[0].dtypes):
+        spec = owners.of_state(target, tuple([template.shapes[i] for template in templates]))
+        like = DBuffer(torch.zeros(spec.local_numel(), dtype=leaf_dtype, device=device), spec)
         state.append(_pack({t: made[t][i] for t in own}, like))
-    return tree.unflatten(state, templates[0][1])
-
-
-def _check_states(templates: list[tuple[list[torch.Tensor], Any]], target: BufferSpec) -> None:
-    def form(template: tuple[list[torch.Tensor], Any]) -> tuple[Any, ...]:
-        return template[1], tuple(leaf.dtype for leaf in template[0])
-
-    forms = [form(template) for template in templates]
-    if any(found != forms[0] for found in forms):
-        raise TreeError(
-            explain(
-                _WHERE,
-                "init gives states of different structures.",
-                got="\n".join(f"{path}: {found}" for path, found in zip(target.tree_paths(), forms, strict=True)),
-                need="one structure and dtypes for all tensors; shapes may differ",
-                fix="a by_owner for each kind of tensor, put together with dbuf.optim.partition",
-            )
-        )
+    return tree.unflatten(state, templates[0].structure)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dbuf.buffer import buffers
+from dbuf.errors import PlacementError, explain
 from dbuf.mesh import DeviceMesh
+from dbuf.optim.arguments import require_numbers
 from dbuf.optim.base import GradientTransformation, PyTree, each, require_same_specs
 from dbuf.reduce import global_norm
+from dbuf.transforms import widest_mesh
+
+_WHERE = "dbuf.optim.clip_by_global_norm"
 
 __all__ = ["clip_by_global_norm"]
 
@@ -14,10 +20,15 @@ def clip_by_global_norm(max_norm: float, mesh: DeviceMesh | None = None) -> Grad
 
     Args:
         max_norm: The largest norm that passes.
-        mesh: The mesh that those of the buffers are slices of; see `dbuf.global_norm`.
+        mesh: The mesh that those of the buffers are slices of; see `dbuf.global_norm`. By default the largest mesh
+            among the buffers, as in `make_train_step`, so that all ranks clip alike.
 
     Returns:
         The transformation, without state. Its result depends on the world size within the rounding of one sum.
+
+    Raises:
+        DbufError: `max_norm` is no number of at least 0.
+        PlacementError: In `init`, the buffers live on meshes of which none holds the others.
 
     Communication:
         That of `dbuf.global_norm`.
@@ -26,10 +37,35 @@ def clip_by_global_norm(max_norm: float, mesh: DeviceMesh | None = None) -> Grad
         Pascanu et al., "On the difficulty of training recurrent neural networks", https://arxiv.org/abs/1211.5063, with
         the 1e-6 of `torch.nn.utils.clip_grad_norm_`.
     """
+    require_numbers(_WHERE, max_norm=max_norm)
+
+    def init(params: PyTree) -> PyTree:
+        if mesh is None and buffers(params):
+            _require_one_mesh(params)
+        return ()
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        require_same_specs("dbuf.optim.clip_by_global_norm", params, grads=grads)
-        factor = (max_norm / (global_norm(grads, mesh) + 1e-6)).clamp(max=1.0)
+        require_same_specs(_WHERE, params, grads=grads)
+        bufs = buffers(grads)
+        over = widest_mesh(bufs) if mesh is None and bufs else mesh
+        factor = (max_norm / (global_norm(grads, over) + 1e-6)).clamp(max=1.0)
         return each(lambda g: (g * factor).to(g.dtype), grads), state
 
-    return GradientTransformation(lambda params: (), update)
+    return GradientTransformation(init, update)
+
+
+def _require_one_mesh(params: PyTree) -> None:
+    bufs = buffers(params)
+    widest = widest_mesh(bufs)
+    for buf in bufs:
+        lacking = set(buf.mesh.mesh_dim_names or ()) - set(widest.mesh_dim_names or ())
+        if lacking or (buf.mesh.size() == widest.size() and buf.mesh != widest):
+            raise PlacementError(
+                explain(
+                    _WHERE,
+                    "the buffers live on meshes of which none holds the others.",
+                    got=f"{buf.mesh} and {widest}",
+                    need="the mesh that these are slices of",
+                    fix="clip_by_global_norm(max_norm, mesh)",
+                )
+            )

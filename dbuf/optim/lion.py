@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, each, named, require_same_specs
-from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.arguments import require_numbers
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, each, require_same_specs
+from dbuf.optim.decay import descend
 from dbuf.optim.paths import Rule
-from dbuf.optim.scale import TraceState, scale_by_learning_rate, zeros_like_state
+from dbuf.optim.scale import TraceState, zeros_like_state
 
 __all__ = ["lion", "scale_by_lion"]
 
@@ -47,14 +48,13 @@ def lion(
         >>> lion(1e-4).init({})[0]
         TraceState(trace={})
     """
-    return named(
-        "lion",
-        chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)),
-    )
+    direction = scale_by_lion(b1, b2)
+    return descend("lion", direction, learning_rate=learning_rate, weight_decay=weight_decay, mask=mask)
 
 
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> GradientTransformation:
     """Lion's direction; its state is a `TraceState`."""
+    require_numbers("dbuf.optim.scale_by_lion", below=1.0, b1=b1, b2=b2)
 
     def update(grads: PyTree, state: TraceState, params: PyTree) -> tuple[PyTree, TraceState]:
         require_same_specs("dbuf.optim.scale_by_lion", params, grads=grads, **{"state.trace": state.trace})

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from dbuf.errors import DbufError, TreeError, explain, require_positive
 from dbuf.layout import Shape
-from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain
+from dbuf.optim.arguments import require_known, require_numbers
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree
 from dbuf.optim.by_owner import by_owner
-from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.decay import descend
 from dbuf.optim.paths import on_matrices
-from dbuf.optim.scale import ema, scale_by_learning_rate
+from dbuf.optim.scale import ema
 from dbuf.plan.owners import newton_schulz_flops
 
 __all__ = ["COEFFICIENTS", "muon", "orthogonalize"]
@@ -96,6 +96,7 @@ def muon(
         `chain(ema(...), by_owner(...), add_decayed_weights(...), scale_by_learning_rate(...))`.
 
     Raises:
+        DbufError: An argument is out of its range.
         TreeError: In `init`, a tensor is no matrix, or its rows are no multiple of `heads`.
         PlacementError: In `update`, gradients or state are not placed and laid out like the parameters.
 
@@ -105,9 +106,12 @@ def muon(
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the rule of
         `torch.optim.Muon`.
     """
-    for name, value, known in (("coefficients", coefficients, COEFFICIENTS), ("scale", scale, _SCALES)):
-        _require_known(name, value, known)
+    require_known(_WHERE, "coefficients", coefficients, COEFFICIENTS)
+    require_known(_WHERE, "scale", scale, _SCALES)
     require_positive(heads, "heads", _WHERE, DbufError)
+    require_positive(steps, "steps", _WHERE, DbufError)
+    require_numbers(_WHERE, below=1.0, momentum=momentum)
+    require_numbers(_WHERE, eps=eps)
     factor = _SCALES[scale]
 
     def init(param: torch.Tensor) -> PyTree:
@@ -120,13 +124,9 @@ def muon(
         direction = factor(rows, columns) * orthogonalize(matrices, steps, coefficients, dtype=dtype, eps=eps)
         return direction.flatten(-3, -2), state
 
-    inner = chain(
-        ema(momentum, nesterov),
-        by_owner(init, update, cost=_cost(heads)),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(learning_rate),
-    )
-    return on_matrices("muon", inner)
+    direction = by_owner(init, update, cost=_cost(heads))
+    inner = descend("muon", ema(momentum, nesterov), direction, learning_rate=learning_rate, weight_decay=weight_decay)
+    return on_matrices(_WHERE, inner)
 
 
 def orthogonalize(
@@ -149,11 +149,26 @@ def orthogonalize(
     Returns:
         The shape and dtype of `x`.
 
+    Raises:
+        DbufError: No such coefficients, `steps` is no positive int, or `x` is no matrix.
+
     Example:
         >>> orthogonalize(3 * torch.eye(2), 20, "cubic", dtype=torch.float32).round(decimals=4)
         tensor([[1., 0.],
                 [0., 1.]])
     """
+    require_known("dbuf.optim.orthogonalize", "coefficients", coefficients, COEFFICIENTS)
+    require_positive(steps, "steps", "dbuf.optim.orthogonalize", DbufError)
+    if x.ndim < 2:
+        raise DbufError(
+            explain(
+                "dbuf.optim.orthogonalize",
+                "not a matrix.",
+                got=f"a tensor of shape {tuple(x.shape)}",
+                need="a shape (..., rows, columns)",
+                fix="x.unsqueeze(0), or another optimizer for vectors",
+            )
+        )
     triples = COEFFICIENTS[coefficients]
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     wide = (wide / wide.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=eps)).to(dtype)
@@ -179,18 +194,5 @@ def _require_heads(shape: Shape, heads: int) -> None:
                 got=f"a tensor of shape {shape}",
                 need=f"shape[-2] a multiple of {heads}",
                 fix="a muon without heads for this tensor, with dbuf.optim.partition",
-            )
-        )
-
-
-def _require_known(name: str, value: str, known: dict[str, Any]) -> None:
-    if value not in known:
-        raise DbufError(
-            explain(
-                _WHERE,
-                f"no such {name}.",
-                got=repr(value),
-                need=" or ".join(map(repr, known)),
-                fix=repr(next(iter(known))),
             )
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dbuf import tree
 from dbuf.buffer import DBuffer, is_buffer
 from dbuf.errors import DbufError, explain
+from dbuf.optim.arguments import require_callable
 from dbuf.optim.base import GradientTransformation, PyTree, each, require_same_specs, state_dtype
 from dbuf.optim.paths import decide, put, take
 
@@ -44,6 +45,7 @@ def partition(
         >>> list(both.init({}))
         ['muon', 'adamw']
     """
+    require_callable(_WHERE, "rule", rule, "lambda path, shape: 'muon' if len(shape) == 2 else 'adamw'")
 
     def split(bufs: PyTree, params: PyTree) -> dict[str, PyTree]:
         labels = [found for _, found in decide(rule, params)]

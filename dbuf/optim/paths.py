@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 from dbuf import tree
 from dbuf.buffer import DBuffer, is_buffer, merge, select
 from dbuf.errors import TreeError, explain
-from dbuf.optim.base import GradientTransformation, named
+from dbuf.optim.base import GradientTransformation
 
 __all__ = ["Rule", "decide", "is_matrix", "on_matrices", "put", "require_matrices", "take"]
 
@@ -52,20 +52,21 @@ def take(buf: DBuffer, keep: list[bool]) -> DBuffer | None:
 
 
 def put(buf: DBuffer, part: DBuffer | None) -> DBuffer:
-    """A buffer with what `take` took from it put back."""
+    """A buffer with what `take` took from it put back, in the dtype of the buffer."""
     if part is None:
         return buf
+    part = part if part.dtype == buf.dtype else DBuffer(part.local.to(buf.dtype), part.spec)
     return part if part.spec == buf.spec else merge(buf, part)
 
 
-def on_matrices(name: str, transformation: GradientTransformation) -> GradientTransformation:
-    """`named`, and `init` refuses tensors that are no matrices."""
+def on_matrices(where: str, transformation: GradientTransformation) -> GradientTransformation:
+    """The same transformation, whose `init` refuses tensors that are no matrices."""
 
     def init(params: Any) -> Any:
-        require_matrices(f"dbuf.optim.{name}", params)
+        require_matrices(where, params)
         return transformation.init(params)
 
-    return named(name, GradientTransformation(init, transformation.update))
+    return GradientTransformation(init, transformation.update)
 
 
 def require_matrices(where: str, params: Any) -> None:

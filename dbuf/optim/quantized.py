@@ -10,13 +10,12 @@ import torch
 from dbuf import tree
 from dbuf.buffer import DBuffer, is_buffer
 from dbuf.errors import DbufError, explain, require_positive
-from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain, named, require_same_specs
-from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.arguments import require_callable
+from dbuf.optim.base import GradientTransformation, PyTree, require_same_specs
 from dbuf.optim.partition import partition
 from dbuf.optim.paths import Rule
-from dbuf.optim.scale import scale_by_adam, scale_by_learning_rate
 
-__all__ = ["Quantized", "adamw8bit", "is_large_matrix", "quantized"]
+__all__ = ["Quantized", "is_large_matrix", "is_second_moment", "quantized"]
 
 _WHERE = "dbuf.optim.quantized"
 _MIN_ROW, _MIN_NUMEL = 64, 4096
@@ -47,12 +46,23 @@ def is_large_matrix(path: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2 and numel >= _MIN_NUMEL and numel // shape[0] >= _MIN_ROW
 
 
+def is_second_moment(path: str) -> bool:
+    """Whether a path in a state starts with the field of Adam that holds no negative number, or of a part of a chain.
+
+    Example:
+        >>> is_second_moment(".nu['w']"), is_second_moment("[0].nu_max['w']"), is_second_moment(".mu['model.nu']")
+        (True, True, False)
+    """
+    place, _, rest = path.partition(".")
+    return not place.strip("[]0123456789") and rest.split("[")[0].split(".")[0] in ("nu", "nu_max")
+
+
 def quantized(
     transformation: GradientTransformation,
     *,
     block: int = 256,
     select: Rule = is_large_matrix,
-    unsigned: Callable[[str], bool] = lambda path: ".nu" in path,
+    unsigned: Callable[[str], bool] = is_second_moment,
 ) -> GradientTransformation:
     """Keep the state of an element-wise transformation in 8 bits.
 
@@ -66,7 +76,7 @@ def quantized(
         block: Elements of a block.
         select: `select(path, shape)` says which tensors; the state of others stays float32. By default large matrices.
         unsigned: `unsigned(path)` says by its path in the state which buffers hold no negative number, and need no
-            sign: by default the `nu` of Adam.
+            sign: by default the `nu` and `nu_max` of Adam, by the name of the field. In these only zero rounds to zero.
 
     Returns:
         `partition({"quantized": ..., "full": ...})`; the state of the first has a `Quantized` in place of each buffer.
@@ -82,15 +92,17 @@ def quantized(
         dynamic map, and blocks; there of 2048 elements of the flat tensor.
     """
     require_positive(block, "block", _WHERE, DbufError)
+    require_callable(_WHERE, "select", select, "lambda path, shape: len(shape) >= 2")
 
     def shrink(state: PyTree, params: PyTree) -> PyTree:
         specs = {buf.spec for buf in tree.leaves(params, is_leaf=is_buffer) if is_buffer(buf)}
         named_leaves, structure = tree.flatten_with_paths(state, is_leaf=is_buffer)
         out = []
         for path, leaf in named_leaves:
-            if is_buffer(leaf) and leaf.spec not in specs:
+            small = is_buffer(leaf) and leaf.dtype.is_floating_point  # not a mask of bools
+            if small and leaf.spec not in specs:
                 _refuse_state(path)
-            out.append(_quantize(leaf, block, unsigned(path)) if is_buffer(leaf) else leaf)
+            out.append(_quantize(leaf, block, unsigned(path)) if small else leaf)
         return tree.unflatten(out, structure)
 
     def grow(state: PyTree) -> PyTree:
@@ -107,27 +119,6 @@ def quantized(
     return partition(
         {"quantized": small, "full": transformation},
         lambda path, shape: "quantized" if select(path, shape) else "full",
-    )
-
-
-def adamw8bit(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
-    *,
-    mask: Rule | None = None,
-    block: int = 256,
-) -> GradientTransformation:
-    """AdamW whose moments are 8 bits wide: about a quarter of the bytes; see `adamw` and `quantized`."""
-    return named(
-        "adamw8bit",
-        chain(
-            quantized(scale_by_adam(b1, b2, eps), block=block),
-            add_decayed_weights(weight_decay, mask),
-            scale_by_learning_rate(learning_rate),
-        ),
     )
 
 
@@ -152,14 +143,29 @@ def _is_quantized(node: object) -> bool:
     return isinstance(node, Quantized)
 
 
-def _rows(buf: DBuffer) -> list[torch.Tensor]:
-    """This rank's part of each tensor that it holds something of, as rows."""
-    parts = buf.local.split_with_sizes(buf.spec.split_sizes())
-    return [parts[part].view(-1, torch.Size(buf.spec.global_shapes()[t][1:]).numel()) for t, part in _held(buf)]
+class _Run(NamedTuple):
+    """Neighbouring tensors whose rows are equally long: one matrix, as far as blocks go."""
+
+    start: int
+    rows: int
+    row: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.row
 
 
-def _held(buf: DBuffer) -> list[tuple[int, int]]:
-    return [(t, part) for t, part in enumerate(buf.spec.part_of_tensor()) if part >= 0]
+def _runs(buf: DBuffer) -> list[_Run]:
+    """What this rank holds, in the order of the buffer, as few matrices: the number of kernels goes with them."""
+    shapes = buf.spec.global_shapes()
+    runs: list[_Run] = []
+    for tensor, _, numel, start in buf.spec.local_pieces():
+        row = torch.Size(shapes[tensor][1:]).numel()
+        if runs and runs[-1].stop == start and runs[-1].row == row:
+            runs[-1] = _Run(runs[-1].start, runs[-1].rows + numel // row, row)
+        else:
+            runs.append(_Run(start, numel // row, row))
+    return runs
 
 
 def _blocks(rows: torch.Tensor, block: int) -> list[torch.Tensor]:
@@ -172,41 +178,52 @@ def _blocks(rows: torch.Tensor, block: int) -> list[torch.Tensor]:
     return [*parts, rows[:, full * block :].unsqueeze(1)] if rows.shape[1] % block else parts
 
 
-def _assemble(found: list[torch.Tensor], like: DBuffer, dtype: torch.dtype) -> torch.Tensor:
+def _assemble(found: list[torch.Tensor], runs: list[_Run], like: DBuffer, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor laid out like `like`, with zeros in gaps and padding."""
-    parts = [like.local.new_zeros(size, dtype=dtype) for size in like.spec.split_sizes()]
-    for (_, part), x in zip(_held(like), found, strict=True):
-        parts[part] = x.reshape(-1)
-    return torch.cat(parts) if parts else like.local.new_zeros(0, dtype=dtype)
+    parts, end = [], 0
+    for run, x in zip(runs, found, strict=True):
+        if run.start > end:
+            parts.append(like.local.new_zeros(run.start - end, dtype=dtype))
+        parts.append(x.reshape(-1))
+        end = run.stop
+    if end < like.spec.local_numel() or not parts:
+        parts.append(like.local.new_zeros(like.spec.local_numel() - end, dtype=dtype))
+    return torch.cat(parts)
 
 
 def _quantize(buf: DBuffer, block: int, unsigned: bool) -> Quantized:
     values = torch.tensor(_dynamic_map(not unsigned), dtype=torch.float32, device=buf.device)
     middles = (values[1:] + values[:-1]) / 2
+    if unsigned:
+        # Only zero itself is 0: a mean of squares that vanished beside a mean that did not would be divided by.
+        middles = torch.cat([values[:1], middles[1:]])
+    runs = _runs(buf)
     codes, scales = [], []
-    for rows in _rows(buf):
-        parts = _blocks(rows, block)
+    for run in runs:
+        parts = _blocks(buf.local[run.start : run.stop].view(-1, run.row), block)
         largest = [part.abs().amax(-1) for part in parts]
         units = [x / torch.where(scale > 0, scale, 1.0).unsqueeze(-1) for x, scale in zip(parts, largest, strict=True)]
         found = [torch.bucketize(unit, middles).to(torch.uint8).flatten(1) for unit in units]
         codes.append(torch.cat(found, 1))
-        scales.append(torch.cat(largest, 1))
-    spec = buf.spec.of_scales(block)
-    like = DBuffer(buf.local.new_empty(spec.local_numel()), spec)
+        scales.append(torch.cat(largest, 1).reshape(-1).to(torch.float32))
+    # Scales lie in the order of the buffer without gaps.
+    flat = torch.cat(scales) if scales else buf.local.new_zeros(0, dtype=torch.float32)
     return Quantized(
-        DBuffer(_assemble(codes, buf, torch.uint8), buf.spec), DBuffer(_assemble(scales, like, torch.float32), spec)
+        DBuffer(_assemble(codes, runs, buf, torch.uint8), buf.spec), DBuffer(flat, buf.spec.of_scales(block))
     )
 
 
 def _dequantize(small: Quantized, block: int, unsigned: bool) -> DBuffer:
     values = torch.tensor(_dynamic_map(not unsigned), dtype=torch.float32, device=small.codes.device)
+    runs = _runs(small.codes)
+    sizes = [run.rows * -(-run.row // block) for run in runs]
     found = []
-    for codes, scales in zip(_rows(small.codes), _rows(small.scales), strict=True):
-        parts = _blocks(codes, block)
-        of_part = scales.split_with_sizes([part.shape[1] for part in parts], 1)
+    for run, scales in zip(runs, small.scales.local.split_with_sizes(sizes) if runs else (), strict=True):
+        parts = _blocks(small.codes.local[run.start : run.stop].view(-1, run.row), block)
+        of_part = scales.view(run.rows, -1).split_with_sizes([part.shape[1] for part in parts], 1)
         full = [values[part.long()] * scale.unsqueeze(-1) for part, scale in zip(parts, of_part, strict=True)]
         found.append(torch.cat([x.flatten(1) for x in full], 1))
-    return DBuffer(_assemble(found, small.codes, torch.float32), small.codes.spec)
+    return DBuffer(_assemble(found, runs, small.codes, torch.float32), small.codes.spec)
 
 
 def _refuse_state(path: str) -> None:

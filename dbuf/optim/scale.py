@@ -9,6 +9,8 @@ import torch
 
 from dbuf import tree
 from dbuf.buffer import buffers
+from dbuf.errors import DbufError, explain
+from dbuf.optim.arguments import require_numbers, require_rate
 from dbuf.optim.base import (
     GradientTransformation,
     LearningRate,
@@ -39,7 +41,7 @@ def zeros_like_state(params: PyTree) -> PyTree:
 
 
 def scale(factor: float) -> GradientTransformation:
-    """Multiply updates by a number."""
+    """Multiply updates by a number; their dtype stays."""
     return GradientTransformation(
         lambda params: (), lambda grads, state, params: (each(lambda g: factor * g, grads), state)
     )
@@ -66,22 +68,23 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
 
     Returns:
         The transformation; its state is a `LearningRateState`.
+
+    Raises:
+        DbufError: The learning rate is something else.
     """
+    require_rate("dbuf.optim.scale_by_learning_rate", learning_rate)
 
     def init(params: PyTree) -> LearningRateState:
         device = device_of(params)
         step = torch.zeros((), dtype=torch.int64, device=device)
-        if not isinstance(learning_rate, float | int | torch.Tensor):
+        if callable(learning_rate):
             return LearningRateState(step, ())
         # Not float64 for all: Dynamo takes such a 0-d tensor for a Python number, and traces the step twice.
         dtype = max((state_dtype(p.dtype) for p in buffers(params)), key=lambda dtype: dtype.itemsize, default=None)
         return LearningRateState(step, torch.tensor(float(learning_rate), dtype=dtype, device=device))
 
     def update(grads: PyTree, state: LearningRateState, params: PyTree) -> tuple[PyTree, LearningRateState]:
-        if isinstance(learning_rate, float | int | torch.Tensor):
-            rate = state.learning_rate
-        else:
-            rate = learning_rate(state.step)
+        rate = learning_rate(state.step) if callable(learning_rate) else state.learning_rate
         return each(lambda g: -rate * g, grads), LearningRateState(state.step + 1, state.learning_rate)
 
     return GradientTransformation(init, update)
@@ -97,18 +100,34 @@ def set_learning_rate(state: PyTree, learning_rate: float) -> PyTree:
     Returns:
         The same tree; what a schedule says is left as it is.
 
+    Raises:
+        DbufError: There is no rate in it that could change.
+
     Example:
         >>> from dbuf.optim import sgd
         >>> set_learning_rate(sgd(0.1).init({}), 0.5)[-1].learning_rate
         tensor(0.5000)
     """
+    changed = []
 
     def change(node: PyTree) -> PyTree:
         if not isinstance(node, LearningRateState) or not isinstance(node.learning_rate, torch.Tensor):
             return node
-        return LearningRateState(node.step, torch.full_like(node.learning_rate, learning_rate))
+        changed.append(LearningRateState(node.step, torch.full_like(node.learning_rate, learning_rate)))
+        return changed[-1]
 
-    return tree.map(change, state, is_leaf=lambda node: isinstance(node, LearningRateState))
+    out = tree.map(change, state, is_leaf=lambda node: isinstance(node, LearningRateState))
+    if not changed:
+        raise DbufError(
+            explain(
+                "dbuf.optim.set_learning_rate",
+                "the state holds no learning rate that could change.",
+                got="a state without one, or one that a schedule says",
+                need="the state of an optimizer that was made with a number",
+                fix="adamw(1e-3) in place of adamw(schedule)",
+            )
+        )
+    return out
 
 
 class TraceState(NamedTuple):
@@ -134,6 +153,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     Source:
         Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     """
+    require_numbers("dbuf.optim.trace", below=1.0, decay=decay)
 
     def update(grads: PyTree, state: TraceState, params: PyTree) -> tuple[PyTree, TraceState]:
         require_same_specs("dbuf.optim.trace", params, grads=grads, **{"state.trace": state.trace})
@@ -145,7 +165,9 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
 
 
 def ema(decay: float, nesterov: bool = False) -> GradientTransformation:
-    """A running mean of gradients, without correction of its start: `mean = decay * mean + (1 - decay) * grad`.
+    """A running mean of gradients: `mean = decay * mean + (1 - decay) * grad`.
+
+    The start of the mean is not corrected; that of optax is by default (its `debias`).
 
     Args:
         decay: Of the mean, in [0, 1).
@@ -154,6 +176,7 @@ def ema(decay: float, nesterov: bool = False) -> GradientTransformation:
     Returns:
         The transformation; its state is a `TraceState`.
     """
+    require_numbers("dbuf.optim.ema", below=1.0, decay=decay)
 
     def update(grads: PyTree, state: TraceState, params: PyTree) -> tuple[PyTree, TraceState]:
         require_same_specs("dbuf.optim.ema", params, grads=grads, **{"state.trace": state.trace})
@@ -201,6 +224,8 @@ def scale_by_adam(
         Kingma and Ba, "Adam", https://arxiv.org/abs/1412.6980; for `amsgrad` Reddi et al., "On the Convergence of Adam
         and Beyond", https://arxiv.org/abs/1904.09237, in the form of `torch.optim.AdamW`.
     """
+    require_numbers("dbuf.optim.scale_by_adam", below=1.0, b1=b1, b2=b2)
+    require_numbers("dbuf.optim.scale_by_adam", eps=eps)
 
     def init(params: PyTree) -> ScaleByAdamState:
         step = torch.zeros((), dtype=torch.int64, device=device_of(params))
@@ -214,11 +239,14 @@ def scale_by_adam(
         mu = each(lambda m, g: b1 * m + (1 - b1) * g.to(m.dtype), state.mu, grads)
         nu = each(lambda v, g: b2 * v + (1 - b2) * g.to(v.dtype).square(), state.nu, grads)
         nu_max = each(torch.maximum, state.nu_max, nu) if amsgrad else ()
-        mu_scale, nu_scale = _one_minus_power(b1, step), _one_minus_power(b2, step)
+        corrections: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
         # sqrt and division, not rsqrt or pow: those depend on an element's position in the buffer (vector or
         # scalar code), and the result may not depend on how the buffer is cut.
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if m.dtype not in corrections:
+                corrections[m.dtype] = _one_minus_power(b1, step, m.dtype), _one_minus_power(b2, step, m.dtype)
+            mu_scale, nu_scale = corrections[m.dtype]
             return m / mu_scale / ((v / nu_scale).sqrt() + eps)
 
         return each(direction, mu, nu_max if amsgrad else nu), ScaleByAdamState(step, mu, nu, nu_max)
@@ -226,6 +254,6 @@ def scale_by_adam(
     return GradientTransformation(init, update)
 
 
-def _one_minus_power(base: float, step: torch.Tensor) -> torch.Tensor:
-    """`1 - base ** step` for a 0-d integer `step`, in float32, without cancellation when `base` is near 1."""
-    return -torch.expm1(step * math.log(base)) if base else torch.ones_like(step, dtype=torch.float32)
+def _one_minus_power(base: float, step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`1 - base ** step` for a 0-d integer `step`, without cancellation when `base` is near 1."""
+    return -torch.expm1(step.to(dtype) * math.log(base)) if base else torch.ones_like(step, dtype=dtype)

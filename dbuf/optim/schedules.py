@@ -33,7 +33,7 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
         >>> [round(linear_warmup(1.0, 4)(torch.tensor(step)).item(), 2) for step in (0, 1, 3, 9)]
         [0.25, 0.5, 1.0, 1.0]
     """
-    _require_steps("linear_warmup", warmup_steps=warmup_steps)
+    _require_steps("linear_warmup", warmup_steps, warmup_steps=warmup_steps)
     return lambda step: peak * _ramp(step, warmup_steps)
 
 
@@ -48,7 +48,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         >>> [round(rate(torch.tensor(step)).item(), 2) for step in (0, 4, 8, 20)]
         [1.0, 0.5, 0.0, 0.0]
     """
-    _require_steps("warmup_cosine", warmup_steps=warmup_steps, total_steps=total_steps - warmup_steps)
+    _require_steps("warmup_cosine", total_steps, warmup_steps=warmup_steps)
 
     def rate(step: torch.Tensor) -> torch.Tensor:
         part = _part(step + 1 - warmup_steps, total_steps - warmup_steps)
@@ -70,8 +70,7 @@ def warmup_stable_decay(
         >>> [round(rate(torch.tensor(step)).item(), 2) for step in (0, 1, 5, 7, 9)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    stable = total_steps - warmup_steps - decay_steps
-    _require_steps("warmup_stable_decay", warmup_steps=warmup_steps, decay_steps=decay_steps, stable_steps=stable)
+    _require_steps("warmup_stable_decay", total_steps, warmup_steps=warmup_steps, decay_steps=decay_steps)
 
     def rate(step: torch.Tensor) -> torch.Tensor:
         part = _part(step + 1 - (total_steps - decay_steps), decay_steps)
@@ -85,19 +84,20 @@ def _ramp(step: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _part(done: torch.Tensor, of: int) -> torch.Tensor:
-    """`done / of`, between 0 and 1; all of nothing is 1."""
-    return (done.to(torch.float32) / of).clamp(0.0, 1.0) if of else torch.ones_like(done, dtype=torch.float32)
+    """`done / of`, between 0 and 1; of nothing it is 0 before it begins and 1 from then on."""
+    return (done.to(torch.float32) / of).clamp(0.0, 1.0) if of else (done > 0).to(torch.float32)
 
 
-def _require_steps(name: str, **counts: int) -> None:
-    wrong = {key: count for key, count in counts.items() if type(count) is not int or count < 0}
-    if wrong:
+def _require_steps(name: str, total_steps: int, **phases: int) -> None:
+    counts = {**phases, "total_steps": total_steps}
+    whole = all(type(count) is int and count >= 0 for count in counts.values())
+    if not whole or sum(phases.values()) > total_steps:
         raise DbufError(
             explain(
                 f"dbuf.optim.{name}",
-                "the phases of the schedule do not fit into its steps.",
-                got=", ".join(f"{key} {count!r}" for key, count in wrong.items()),
-                need="whole numbers of updates, none negative",
-                fix="a larger total_steps, or shorter phases",
+                "the phases of the schedule do not fit into its steps." if whole else "not a whole number of updates.",
+                got=", ".join(f"{key}={count!r}" for key, count in counts.items()),
+                need="phases that end by total_steps" if whole else "ints, none negative",
+                fix="a larger total_steps, or shorter phases" if whole else "warmup_steps=100",
             )
         )

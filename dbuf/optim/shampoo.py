@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from dbuf.optim.base import GradientTransformation, LearningRate, PyTree, chain
+from dbuf.layout import Shape
+from dbuf.optim.arguments import require_numbers
+from dbuf.optim.base import GradientTransformation, LearningRate, PyTree
 from dbuf.optim.by_owner import by_owner
-from dbuf.optim.decay import add_decayed_weights
+from dbuf.optim.decay import descend
 from dbuf.optim.paths import on_matrices
-from dbuf.optim.scale import ema, scale_by_learning_rate
+from dbuf.optim.scale import ema
 
 __all__ = ["shampoo"]
+
+_WHERE = "dbuf.optim.shampoo"
 
 
 def shampoo(
@@ -47,6 +52,7 @@ def shampoo(
         keeps m² + n² + m n + 1 numbers with its owner.
 
     Raises:
+        DbufError: An argument is out of its range.
         TreeError: In `init`, a tensor is no matrix.
         PlacementError: In `update`, gradients or state are not placed and laid out like the parameters.
 
@@ -56,6 +62,8 @@ def shampoo(
     Source: Gupta et al., "Shampoo", https://arxiv.org/abs/1802.09568; the norm by Anil et al., "Scalable Second Order
         Optimization for Deep Learning", https://arxiv.org/abs/2002.09018.
     """
+    require_numbers(_WHERE, below=1.0, b1=b1, b2=b2)
+    require_numbers(_WHERE, eps=eps)
 
     def init(param: torch.Tensor) -> PyTree:
         *stack, rows, columns = param.shape
@@ -79,18 +87,21 @@ def shampoo(
         length = _norm(grad / ((new["square"] / correction).sqrt() + eps))
         return direction * (length / _norm(direction).clamp(min=1e-30)), new
 
-    inner = chain(
-        by_owner(init, update, cost=lambda shape: float(shape[-2] ** 3 + shape[-1] ** 3)),
-        ema(b1),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(learning_rate),
-    )
-    return on_matrices("shampoo", inner)
+    direction = by_owner(init, update, cost=_cost)
+    inner = descend("shampoo", direction, ema(b1), learning_rate=learning_rate, weight_decay=weight_decay)
+    return on_matrices(_WHERE, inner)
+
+
+def _cost(shape: Shape) -> float:
+    """Of the two eigendecompositions, on each matrix of a stack."""
+    *stack, rows, columns = shape
+    return float(math.prod(stack) * (rows**3 + columns**3))
 
 
 def _inverse_fourth_root(x: torch.Tensor, eps: float) -> torch.Tensor:
     """`(x + eps * trace(x))^(-1/4)` of symmetric matrices; a zero matrix gives ones on the diagonal."""
-    values, vectors = torch.linalg.eigh(x)
+    # `eigh` raises on numbers that are not finite; the gradient beside it makes the direction NaN all the same.
+    values, vectors = torch.linalg.eigh(x.nan_to_num(0.0, 0.0, 0.0))
     ridge = eps * values.sum(-1, keepdim=True)
     values = torch.where(ridge > 0, values.clamp(min=0.0) + ridge, 1.0)
     root: torch.Tensor = (vectors * values.pow(-0.25).unsqueeze(-2)) @ vectors.mT

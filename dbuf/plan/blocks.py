@@ -19,13 +19,15 @@ def scale_layout(layout: GlobalLayout, block: int) -> GlobalLayout:
         block: Elements of a block.
 
     Returns:
-        A layout of tensors `(rows, blocks in a row)` in the order of `layout`, without gaps.
+        A layout of tensors `(rows, blocks in a row)`, a scalar being one row, in the order of `layout`, without gaps.
 
     Example:
         >>> scale_layout(GlobalLayout(((4, 6),), (0,), 24, (0, 12)), 4)
         GlobalLayout(tensor_shapes=((4, 2),), tensor_to_offset=(0,), size=8, rank_to_offset=(0, 4), align=1)
     """
-    shapes = tuple((shape[0], -(-layout.row_size(t) // block)) for t, shape in enumerate(layout.tensor_shapes))
+    shapes = tuple(
+        (shape[0] if shape else 1, -(-layout.row_size(t) // block)) for t, shape in enumerate(layout.tensor_shapes)
+    )
     held = sorted((t for t, n in enumerate(layout.tensor_numels) if n), key=layout.tensor_to_offset.__getitem__)
     starts = [layout.tensor_to_offset[t] for t in held]
     before = [0, *accumulate(math.prod(shapes[t]) for t in held)]

@@ -23,6 +23,7 @@ from typing import Any
 
 TRAIN = Path(__file__).parents[1] / "train_lm.py"
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
+RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
 COLORS = {"adamw": "tab:gray", "muon": "tab:orange"}
 
 Curve = list[tuple[int, float]]
@@ -46,6 +47,16 @@ def train(optimizer: str, rate: float, steps: int) -> tuple[Curve, float]:
     lines = re.findall(r"step (\d+): held-out loss (\S+)", done.stderr)
     curve = [(int(step), float(loss)) for step, loss in lines[:-1]] + [(steps, last["heldout_nats_per_byte"])]
     return [(step, math.inf if math.isnan(loss) else loss) for step, loss in curve], last["train_s"]
+
+
+def done_before(file: Path, steps: int) -> list[dict[str, Any]]:
+    """Runs of an earlier call, which need not be repeated."""
+    kept = json.loads(file.read_text()) if file.exists() else {"steps": steps, "runs": []}
+    return kept["runs"] if kept["steps"] == steps else []  # type: ignore[no-any-return]
+
+
+def key_of(run: dict[str, Any]) -> tuple[str, float]:
+    return run["optimizer"], run["rate"]
 
 
 def reaches(curve: Curve, loss: float) -> float | None:
@@ -102,21 +113,26 @@ def picture(runs: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon"], metavar="NAME")
-    parser.add_argument("--rates", nargs="+", type=float, default=[2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3], metavar="RATE")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="RATE")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--fresh", action="store_true", help="repeat runs that the file has already")
     parser.add_argument("--name", default="optimizers", help="of the files that are written")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    todo = list(itertools.product(args.optimizers, args.rates))
-    runs = []
+    file = args.out / f"{args.name}.json"
+    wanted = list(itertools.product(args.optimizers, args.rates))
+    runs = [] if args.fresh else [run for run in done_before(file, args.steps) if key_of(run) in wanted]
+    todo = [pair for pair in wanted if pair not in map(key_of, runs)]
+    args.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {pool.submit(train, name, rate, args.steps): (name, rate) for name, rate in todo}
         for future in as_completed(futures):
             (name, rate), (curve, seconds) = futures[future], future.result()
             runs.append({"optimizer": name, "rate": rate, "curve": curve, "seconds": seconds})
-            print(f"{len(runs)} of {len(todo)}: {name} at {rate:g}: {curve[-1][1]:.4f}", file=sys.stderr, flush=True)
-    runs.sort(key=lambda run: todo.index((run["optimizer"], run["rate"])))
+            runs.sort(key=lambda run: wanted.index(key_of(run)))
+            file.write_text(json.dumps({"steps": args.steps, "runs": runs}) + "\n")
+            print(f"{len(runs)} of {len(wanted)}: {name} at {rate:g}: {curve[-1][1]:.4f}", file=sys.stderr, flush=True)
     print("\n".join(table(runs)))
     first, *others = args.optimizers
     goal = best_of(runs, first)["curve"][-1][1]
@@ -124,8 +140,6 @@ def main() -> None:
         at = reaches(best_of(runs, name)["curve"], goal)
         when = "never" if at is None else f"at step {at:.0f} of {args.steps}"
         print(f"{name} reaches the {goal:.4f} of {first} {when}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{args.name}.json").write_text(json.dumps({"steps": args.steps, "runs": runs}) + "\n")
     picture(runs, args.out / f"{args.name}.png")
 
 
