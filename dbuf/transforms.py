@@ -18,10 +18,10 @@ import torch
 from dbuf import tree as trees
 from dbuf.buffer import DBuffer, buffers, is_buffer
 from dbuf.compat import inside_func_transform
-from dbuf.errors import DbufError, TreeError, explain
+from dbuf.errors import DbufError, PlacementError, TreeError, explain
 from dbuf.mesh import DeviceMesh, MeshSum
 
-__all__ = ["grad", "value_and_grad", "widest_mesh"]
+__all__ = ["grad", "require_one_mesh", "value_and_grad", "widest_mesh"]
 
 Function = Callable[..., Any]
 _inside = contextvars.ContextVar("inside a function that is being differentiated", default=False)
@@ -188,6 +188,27 @@ def widest_mesh(bufs: list[DBuffer]) -> DeviceMesh:
     for buf in bufs:  # Dynamo does not know `max` with a key
         widest = buf if _ranks_of(buf) > _ranks_of(widest) else widest
     return widest.spec.mesh
+
+
+def require_one_mesh(where: str, bufs: list[DBuffer], fix: str) -> None:
+    """Refuse buffers on meshes that are no slices of the widest one, nor it.
+
+    Raises:
+        PlacementError: Names two of them.
+    """
+    widest = widest_mesh(bufs)
+    for buf in bufs:
+        lacking = set(buf.mesh.mesh_dim_names or ()) - set(widest.mesh_dim_names or ())
+        if lacking or (buf.mesh.size() == widest.size() and buf.mesh != widest):
+            raise PlacementError(
+                explain(
+                    where,
+                    "the buffers live on meshes of which none holds the others.",
+                    got=f"{buf.mesh} and {widest}",
+                    need="one mesh, and slices of it such as mesh['inner']",
+                    fix=fix,
+                )
+            )
 
 
 def _ranks_of(buf: DBuffer) -> int:

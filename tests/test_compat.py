@@ -410,6 +410,21 @@ def test_node_may_be_in_place_knows_what_inductor_knows() -> None:
     assert not compat.node_may_be_in_place(graph.call_function(torch.ops.aten.sin.default, (nodes[0],)))
 
 
+def test_numel_hint_does_not_fix_a_size() -> None:
+    seen: list[tuple[Any, int]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        values = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "call_function"]
+        seen.append((values[-1].numel(), compat.numel_hint(values[-1])))
+        return gm
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    for rows in (3, 5, 7):
+        double(torch.ones(rows, 2))
+    (fixed, first), (free, second) = seen  # and no third program
+    assert (fixed, first, second) == (6, 6, 10) and isinstance(free, torch.SymInt)
+
+
 def test_node_is_inlined() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

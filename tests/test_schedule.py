@@ -24,6 +24,7 @@ from dbuf.schedule import Overlap
 from dbuf.train import Strategy, init, make_train_step
 
 BLOCKS = 2
+RANKS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]  # of what compiles kernels at each number of ranks
 
 
 def _state(
@@ -202,7 +203,7 @@ def _reductions() -> dict[bool, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_on_gloo_a_reduction_is_an_exchange_and_a_sum(ranks: int) -> None:
     """The same numbers; the report says what it means."""
     for got in testing.run(_reductions, world_size=ranks):
@@ -236,7 +237,7 @@ def _reduced_and_donated() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_reduction_of_donated_memory_is_of_what_it_held(ranks: int) -> None:
     """Nor is that of an operation which Inductor does in place."""
     for rank, got in enumerate(testing.run(_reduced_and_donated, world_size=ranks)):
@@ -274,7 +275,7 @@ def _gathers(wire: torch.dtype) -> dict[bool, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_on_gloo_a_gather_is_an_exchange_of_segments(wire: torch.dtype, ranks: int) -> None:
     """The same numbers, whatever reads them and wherever a tensor lies; the report says what it means.
@@ -322,7 +323,7 @@ def _memory_readers() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_weights_that_are_read_as_memory_stay_in_one_piece(ranks: int) -> None:
     for got in testing.run(_memory_readers, world_size=ranks):
         testing.assert_close(got["compiled"], got["eager"])

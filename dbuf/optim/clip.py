@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dbuf.buffer import buffers
-from dbuf.errors import PlacementError, explain
 from dbuf.mesh import DeviceMesh
 from dbuf.optim.arguments import require_numbers
 from dbuf.optim.base import GradientTransformation, PyTree, each, require_same_specs
 from dbuf.reduce import global_norm
-from dbuf.transforms import widest_mesh
+from dbuf.transforms import require_one_mesh, widest_mesh
 
 _WHERE = "dbuf.optim.clip_by_global_norm"
 
@@ -41,7 +40,7 @@ def clip_by_global_norm(max_norm: float, mesh: DeviceMesh | None = None) -> Grad
 
     def init(params: PyTree) -> PyTree:
         if mesh is None and buffers(params):
-            _require_one_mesh(params)
+            require_one_mesh(_WHERE, buffers(params), "clip_by_global_norm(max_norm, mesh)")
         return ()
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -52,20 +51,3 @@ def clip_by_global_norm(max_norm: float, mesh: DeviceMesh | None = None) -> Grad
         return each(lambda g: (g * factor).to(g.dtype), grads), state
 
     return GradientTransformation(init, update)
-
-
-def _require_one_mesh(params: PyTree) -> None:
-    bufs = buffers(params)
-    widest = widest_mesh(bufs)
-    for buf in bufs:
-        lacking = set(buf.mesh.mesh_dim_names or ()) - set(widest.mesh_dim_names or ())
-        if lacking or (buf.mesh.size() == widest.size() and buf.mesh != widest):
-            raise PlacementError(
-                explain(
-                    _WHERE,
-                    "the buffers live on meshes of which none holds the others.",
-                    got=f"{buf.mesh} and {widest}",
-                    need="the mesh that these are slices of",
-                    fix="clip_by_global_norm(max_norm, mesh)",
-                )
-            )

@@ -20,7 +20,7 @@ from dbuf.optim import GradientTransformation, apply_updates
 from dbuf.optim.base import state_dtype
 from dbuf.reduce import global_norm, pmean, psum
 from dbuf.train.state import Strategies, TrainState, of_each, resting_weights
-from dbuf.transforms import value_and_grad, widest_mesh
+from dbuf.transforms import require_one_mesh, value_and_grad, widest_mesh
 
 __all__ = ["make_train_step"]
 
@@ -212,19 +212,7 @@ def _check(
         return
     _check_batch(batch, microbatches)
     _check_state(state, strategy, compute_dtype)
-    mesh = widest_mesh(buffers(state.params))
-    for buf in buffers(state.params):
-        lacking = set(buf.mesh.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
-        if lacking or (buf.mesh.size() == mesh.size() and buf.mesh != mesh):
-            raise PlacementError(
-                explain(
-                    _WHERE,
-                    "the buffers live on meshes of which none holds the others.",
-                    got=f"{buf.mesh} and {mesh}",
-                    need="one mesh, and slices of it such as mesh['inner']",
-                    fix="dbuf.init_mesh once, and slice it",
-                )
-            )
+    require_one_mesh(_WHERE, buffers(state.params), "dbuf.init_mesh once, and slice it")
 
 
 def _check_batch(batch: Any, microbatches: int) -> None:

@@ -100,7 +100,7 @@ def picture(runs: list[dict[str, Any]], file: Path) -> None:
         at = reaches(best["curve"], goal)
         if i and at is not None:
             axes.plot([at], [goal], marker="*", color="black", markersize=12, zorder=3)
-            axes.annotate(f"step {at:.0f}", (at, goal), textcoords="offset points", xytext=(0, -16), ha="center")
+            axes.annotate(f"step {at:.0f}", (at, goal), textcoords="offset points", xytext=(-8, -14), ha="right")
     axes.axhline(goal, color="gray", linestyle=":", linewidth=1)
     lowest = min(run["curve"][-1][1] for run in runs)
     axes.set(xlabel="step", ylabel="held-out loss (nats per byte)", ylim=(lowest - 0.15, lowest + 1.5))
