@@ -19,7 +19,7 @@ from dbuf.placement import (
     TensorAtomic,
     changed_mesh_axis,
 )
-from dbuf.plan import plan_row_atomic, plan_tensor_atomic
+from dbuf.plan import plan_compact, plan_layout, plan_row_atomic, plan_tensor_atomic
 from dbuf.reduce import all_finite, global_norm, norms, pmean, psum, vdot
 from dbuf.rematerialize import gathered, remat
 from dbuf.transforms import grad, value_and_grad
@@ -58,6 +58,8 @@ __all__ = [
     "norms",
     "optim",
     "pack",
+    "plan_compact",
+    "plan_layout",
     "plan_row_atomic",
     "plan_tensor_atomic",
     "pmean",

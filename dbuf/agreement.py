@@ -72,7 +72,7 @@ def _describe(path: str, buf: DBuffer) -> list[str]:
     return [
         *tensors,
         f"{name}: placements {describe(spec.placements)}, {buf.dtype}, mesh {spec.mesh_shape()}",
-        f"{name}: layout {layout}, align {spec.layout.align}",
+        f"{name}: layout {layout}, align {spec.layout.align}, row_dims {spec.layout.row_dims}",
     ]
 
 

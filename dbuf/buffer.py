@@ -128,7 +128,9 @@ def unpack(buf: DBuffer) -> Any:
     """The user's tree of tensors, as this rank holds them.
 
     From a replicated buffer the full tensors; from a sharded one this rank's rows, `(0, *shape[1:])` where it owns
-    none of a tensor, `(0,)` for a scalar.
+    none of a tensor, `(0,)` for a scalar. If its layout counts rows over more leading dimensions (`row_dims`), the rows
+    are stacked in one: of an `(experts, out, in)` tensor a `(rows, in)` matrix, which may begin and end within an
+    expert, on every rank, whatever it holds. Under `TensorAtomic` an owned tensor is whole and keeps its shape.
 
     Args:
         buf: Replicated or sharded.

@@ -22,7 +22,7 @@ from dbuf.placement import (
     ShardLayout,
     normalize,
 )
-from dbuf.plan.choice import check_fits, plan_layout
+from dbuf.plan.choice import check_fits, settle_layout
 from dbuf.plan.route import WAIT
 from dbuf.spec import BufferSpec
 
@@ -146,7 +146,7 @@ class _Request:
     def spec(self) -> BufferSpec:
         placements = normalize(self.placements, self.mesh.ndim, _WHERE)
         dp_size = self.mesh.size() if self.dp_size is None else self.dp_size
-        layout = plan_layout(self.shapes, placements, self.layout, dp_size, self.align, _WHERE)
+        layout = settle_layout(self.shapes, placements, self.layout, dp_size, self.align, 1, _WHERE)
         check_fits(layout, placements, meshes.shape_of(self.mesh), _WHERE)
         tree = trees.fill(list(range(len(self.shapes))), self.treespec, self.present)
         return BufferSpec(self.mesh, placements, layout, trees.Structure.of(tree, _WHERE)[0])
@@ -181,8 +181,9 @@ def _run_of(leaf: torch.Tensor, start: int, numel: int) -> torch.Tensor:
     """Elements `start` to `start + numel` of a tensor in row-major order, without copying the whole of it."""
     if leaf.ndim > 1 and leaf.numel():
         row = leaf[0].numel()
-        if start % row == 0 and numel % row == 0:
-            return leaf[start // row : (start + numel) // row].reshape(-1)
+        first, stop = start // row, -(-(start + numel) // row)
+        flat = leaf[first:stop].reshape(-1)
+        return flat if flat.numel() == numel else flat[start - first * row :][:numel]
     return leaf.reshape(-1)[start : start + numel]
 
 

@@ -30,7 +30,7 @@ from dbuf.placement import (
     num_sharded,
 )
 
-__all__ = ["GlobalLayout", "Piece", "Shape", "check_shapes"]
+__all__ = ["GlobalLayout", "Piece", "Shape", "check_shapes", "num_row_dims"]
 
 Shape: TypeAlias = tuple[int, ...]
 Piece: TypeAlias = tuple[int, int, int, int]
@@ -41,16 +41,17 @@ Piece: TypeAlias = tuple[int, int, int, int]
 class GlobalLayout:
     """Offsets of a group's tensors in one flat buffer, and the cuts between its segments, in elements.
 
-    Construction checks nothing, so that it costs nothing; call `validate` on a layout built by hand. A
-    tensor with a zero dimension occupies nothing: its offset means nothing and no piece of it ever appears.
+    Construction checks nothing, so that it costs nothing; call `validate` on a layout built by hand. A tensor
+    with a zero dimension occupies nothing: its offset means nothing and no piece of it ever appears.
 
     Args:
         tensor_shapes: Global shape of each tensor, in tree order.
         tensor_to_offset: Offset of each tensor, in the same order.
         size: Number of elements of the whole buffer, padding included.
         rank_to_offset: Start of each segment; segment `k` runs to the next entry, the last one to `size`.
-        align: What equal segments were rounded to, and what uneven ones are rounded to on the wire, in
-            elements.
+        align: What equal segments were rounded to, and what uneven ones are rounded to on the wire, in elements.
+        row_dims: How many leading dimensions number the rows of a tensor; see `num_row_dims`. With 2, a stack of
+            matrices `(experts, out, in)` may be cut between any two of its `experts * out` rows.
 
     Example:
         >>> layout = GlobalLayout(((5, 4), (3,)), (0, 20), 24, (0, 12)).validate()
@@ -63,6 +64,11 @@ class GlobalLayout:
     size: int
     rank_to_offset: tuple[int, ...]
     align: int = 1
+    row_dims: int = 1
+
+    def __repr__(self) -> str:
+        named = zip((field.name for field in fields(self)), self._key, strict=False)
+        return f"GlobalLayout({', '.join(f'{name}={value!r}' for name, value in named)})"
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -94,13 +100,14 @@ class GlobalLayout:
         return len({stop - start for start, stop in pairwise((*self.rank_to_offset, self.size))}) <= 1
 
     def row_size(self, tensor: int) -> int:
-        """Number of elements in one row of a tensor; 1 for a scalar.
+        """Number of elements in one row of a tensor: the product of `shape[row_dims:]`; 1 for a scalar.
 
         Example:
             >>> GlobalLayout(((5, 4), ()), (0, 20), 21, (0,)).row_size(0)
             4
         """
-        return math.prod(self.tensor_shapes[tensor][1:])
+        shape = self.tensor_shapes[tensor]
+        return math.prod(shape[num_row_dims(shape, self.row_dims) :])
 
     def segment(self, k: int) -> tuple[int, int]:
         """Return `(start, numel)` of segment `k`.
@@ -227,8 +234,7 @@ class GlobalLayout:
         """Check a layout built by hand, and return it.
 
         Raises:
-            LayoutError: A field is not made of ints, tensors overlap or leave the buffer, or cuts are out
-                of order.
+            LayoutError: A field is not made of ints, tensors overlap or leave the buffer, or cuts are out of order.
 
         Example:
             >>> GlobalLayout(((2, 2),), (0,), 4, (0, 2)).validate().dp_size
@@ -237,6 +243,7 @@ class GlobalLayout:
         self._check_types()
         check_shapes(self.tensor_shapes, "GlobalLayout")
         require_positive(self.align, "align", "GlobalLayout", LayoutError)
+        require_positive(self.row_dims, "row_dims", "GlobalLayout", LayoutError)
         self._check_tensors()
         self._check_cuts()
         return self
@@ -247,7 +254,8 @@ class GlobalLayout:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+        # A layout that cuts dim 0 alone is what it was before there were others.
+        return tuple(getattr(self, field.name) for field in fields(self)[: None if self.row_dims > 1 else -1])
 
     @cached_property
     def _hash(self) -> int:
@@ -277,21 +285,24 @@ class GlobalLayout:
             if position < 0:
                 continue
             tensor, into = order[position], cut - offsets[position]
-            unit = self._unit(tensor, placement)
-            if into < self.tensor_numels[tensor] and into % unit:
+            unit, stack = self._unit(tensor, placement)
+            if into < self.tensor_numels[tensor] and into % stack % unit:
                 rule = "keeps it whole" if isinstance(placement, TensorAtomic) else f"cuts at multiples of {unit}"
                 shape = self.tensor_shapes[tensor]
                 where = f"the cut at {cut} splits tensor {tensor} of shape {shape} after {into} elements"
                 return f"{where}; {describe(placement)} {rule}"
         return None
 
-    def _unit(self, tensor: int, placement: Placement) -> int:
-        """Number of elements of a tensor that `placement` never separates."""
+    def _unit(self, tensor: int, placement: Placement) -> tuple[int, int]:
+        """Number of elements of a tensor that `placement` never separates, and after how many they begin anew."""
+        numel = self.tensor_numels[tensor]
         if isinstance(placement, TensorAtomic):
-            return self.tensor_numels[tensor]
+            return numel, numel
+        shape, row = self.tensor_shapes[tensor], self.row_size(tensor)
+        stack = math.prod(shape[num_row_dims(shape, self.row_dims) - 1 :])
         if isinstance(placement, BlockAtomic):
-            return self.row_size(tensor) * placement.block_size
-        return self.row_size(tensor) if isinstance(placement, RowAtomic) else 1
+            return row * placement.block_size, stack
+        return (row, stack) if isinstance(placement, RowAtomic) else (1, numel)
 
     def _refuse_too_fine(self, placements: Placements, mesh_shape: Sequence[int], parts: int) -> NoReturn:
         _refuse(
@@ -340,6 +351,16 @@ class GlobalLayout:
 
 # A layout met while a step is traced is a constant of the program, and its questions are answered for real.
 register_constant(GlobalLayout, ("local_range", "pieces", "admits", "segment", "row_size", "__eq__", "__hash__"))
+
+
+def num_row_dims(shape: Shape, row_dims: int) -> int:
+    """How many leading dimensions number the rows of a tensor, if `row_dims` may: never the last one, but dim 0 always.
+
+    Example:
+        >>> [num_row_dims(shape, 2) for shape in ((128, 5760, 2880), (5760, 2880), (2880,), ())]
+        [2, 1, 1, 1]
+    """
+    return max(1, min(row_dims, len(shape) - 1))
 
 
 def check_shapes(shapes: Sequence[Sequence[int]], where: str) -> tuple[Shape, ...]:

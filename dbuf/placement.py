@@ -85,6 +85,8 @@ class _FlatShard(Shard):
 class RowAtomic(_FlatShard):
     """Flat shard that never cuts a row: the `shape[1:]` elements at one index of dim 0.
 
+    A layout planned with `row_dims` counts rows over more leading dimensions, and a row is `shape[row_dims:]`.
+
     Example:
         >>> RowAtomic() == RowAtomic(), RowAtomic() == Shard(0)
         (True, False)
@@ -92,7 +94,7 @@ class RowAtomic(_FlatShard):
 
 
 class BlockAtomic(_FlatShard):
-    """Flat shard that never cuts a run of `block_size` consecutive rows.
+    """Flat shard that never cuts a run of `block_size` consecutive rows; see `RowAtomic` for what a row is.
 
     Args:
         block_size: Rows in a block, at least 1.

@@ -15,7 +15,7 @@ import torch
 from dbuf import mesh as meshes
 from dbuf.compat import register_constant
 from dbuf.errors import PlacementError, explain
-from dbuf.layout import GlobalLayout
+from dbuf.layout import GlobalLayout, num_row_dims
 from dbuf.mesh import DeviceMesh
 from dbuf.placement import (
     Partial,
@@ -23,14 +23,16 @@ from dbuf.placement import (
     Placements,
     Replicate,
     ShardLayout,
+    TensorAtomic,
     describe,
     dual_placements,
     is_sharded,
     normalize,
     num_sharded,
+    shard_placement,
 )
 from dbuf.plan.blocks import scale_layout
-from dbuf.plan.choice import check_fits, plan_layout
+from dbuf.plan.choice import check_fits, settle_layout
 from dbuf.plan.route import Steps, plan_route
 from dbuf.plan.selection import merge_steps, select_layout, selection_steps
 from dbuf.refusals import refuse_other_reduction, refuse_other_rows
@@ -123,13 +125,16 @@ class BufferSpec:
         sizes: list[int] = []
         part_of: list[int] = [-1] * len(self.layout.tensor_shapes)
         whole = num_sharded(self.placements) == 0  # then a tensor without elements is here too
-        shapes = [shape if whole else (0, *shape[1:]) for shape in self.layout.tensor_shapes]
+        # A whole tensor is shown as it is, however finely its layout might be cut.
+        keeps = whole or isinstance(shard_placement(self.placements), TensorAtomic)
+        dims = [1 if keeps else num_row_dims(shape, self.layout.row_dims) for shape in self.layout.tensor_shapes]
+        shapes = [shape if whole else (0, *shape[n:]) for shape, n in zip(self.layout.tensor_shapes, dims, strict=True)]
         cursor = 0
         for tensor, _, piece, place in self.layout.pieces(start, numel):
             if place > cursor:
                 sizes.append(place - cursor)
             part_of[tensor] = len(sizes)
-            shapes[tensor] = _rows_of(self.layout.tensor_shapes[tensor], piece)
+            shapes[tensor] = _rows_of(self.layout.tensor_shapes[tensor], dims[tensor], piece)
             sizes.append(piece)
             cursor = place + piece
         if cursor < numel:
@@ -145,7 +150,7 @@ class BufferSpec:
         return self._local[1]
 
     def local_shapes(self) -> tuple[Shape, ...]:
-        """For each tensor the shape of what this rank holds: `(0, *shape[1:])` where that is nothing."""
+        """For each tensor the shape of what this rank holds: `(rows, *shape[row_dims:])` where axes are sharded."""
         return self._local[2]
 
     def local_pieces(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -238,12 +243,16 @@ class BufferSpec:
     ) -> BufferSpec:
         """The same tensors at other placements in another layout, given or to be planned; see `with_placements`."""
         target = normalize(placements, self.mesh.ndim, where)
-        layout = plan_layout(self.global_shapes(), target, layout, self.layout.dp_size, self.layout.align, where)
+        layout = self._settle(target, layout, where)
         check_fits(layout, target, meshes.shape_of(self.mesh), where)
         for axis, (old, new) in enumerate(zip(self.placements, target, strict=True)):
             if isinstance(old, Partial) and isinstance(new, Partial) and old != new:
                 refuse_other_reduction(self, axis, target, where)
         return BufferSpec(self.mesh, target, layout, self.tree, self.wire)
+
+    def _settle(self, target: Placements, layout: GlobalLayout | ShardLayout, where: str) -> GlobalLayout:
+        mine = self.layout
+        return settle_layout(mine.tensor_shapes, target, layout, mine.dp_size, mine.align, mine.row_dims, where)
 
     def dual(self) -> BufferSpec:
         """The spec of this buffer's gradient, which knows nothing of the wire."""
@@ -301,10 +310,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _rows_of(shape: Shape, numel: int) -> Shape:
+def _rows_of(shape: Shape, dims: int, numel: int) -> Shape:
     if not shape:
         return ()
-    return (numel // math.prod(shape[1:]), *shape[1:])
+    return (numel // math.prod(shape[dims:]), *shape[dims:])
 
 
 register_constant(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from dbuf.layout import GlobalLayout
+from dbuf.placement import BlockAtomic, RowAtomic
 
 Coordinate = tuple[int, ...]
 Span = tuple[int, int]
@@ -94,7 +95,7 @@ def shard(trees: Any, mesh_shape: tuple[int, ...], placements: tuple[Any, ...], 
 def unpack(buf: Buffer) -> list[Any]:
     """The user's tree of each rank: the rows it holds."""
     return [
-        _fill(buf.tree, _tensors_in(local, buf.span(coordinate), buf.layout))
+        _fill(buf.tree, _tensors_in(local, buf, buf.span(coordinate)))
         for local, coordinate in zip(buf.locals, buf.coordinates, strict=True)
     ]
 
@@ -127,6 +128,7 @@ def select(buf: Buffer, keep: Sequence[bool]) -> Buffer:
         sum(_numel(spans[t]) for t in kept),
         tuple(cuts),
         buf.layout.align,
+        buf.layout.row_dims,
     )
     tree = pytree.tree_map(lambda t: kept.index(t) if t in kept else None, buf.tree)
     taken = []
@@ -325,14 +327,19 @@ def _fill(tree: Any, leaves: Sequence[Any]) -> Any:
     return pytree.tree_map(lambda index: None if index is None else leaves[index], tree)
 
 
-def _tensors_in(local: torch.Tensor, held: Span, layout: GlobalLayout) -> list[torch.Tensor]:
+def _tensors_in(local: torch.Tensor, buf: Buffer, held: Span) -> list[torch.Tensor]:
+    """Rows of a sharded buffer, counted over `row_dims` leading dimensions; whole tensors of any other."""
+    stacked = isinstance(buf.placements[-1], RowAtomic | BlockAtomic)
     tensors = []
-    for whole, shape in zip(spans_of_tensors(layout), layout.tensor_shapes, strict=True):
+    for whole, shape in zip(spans_of_tensors(buf.layout), buf.layout.tensor_shapes, strict=True):
         low, high = _overlap(whole, held)
+        row = shape[1:]
+        for _ in range(buf.layout.row_dims - 1 if stacked else 0):
+            row = row[1:] if len(row) > 1 else row
         if low == high:
-            tensors.append(local.new_zeros(0, *shape[1:]))
+            tensors.append(local.new_zeros(0, *row))
         else:
-            tensors.append(local[low:high].reshape((-1, *shape[1:]) if shape else ()))
+            tensors.append(local[low:high].reshape((-1, *row) if shape else ()))
     return tensors
 
 

@@ -66,8 +66,9 @@ def quantized(
 ) -> GradientTransformation:
     """Keep the state of an element-wise transformation in 8 bits.
 
-    A block is `block` consecutive elements of one row of the logical tensor (the elements at one index of dimension 0);
-    the last of a row may be short. No layout cuts a row, so the codes are the same on any number of ranks. Each block
+    A block is `block` consecutive elements of one row of the logical tensor (the elements at one index of dimension 0,
+    or of the first `row_dims` ones if the layout counts its rows over more); the last of a row may be short. No layout
+    cuts a row, so the codes are the same on any number of ranks. Each block
     is divided by its largest magnitude, and each element takes the nearest of 256 values of the dynamic map, which are
     dense near zero. State is float32 during an update.
 
@@ -157,10 +158,9 @@ class _Run(NamedTuple):
 
 def _runs(buf: DBuffer) -> list[_Run]:
     """What this rank holds, in the order of the buffer, as few matrices: the number of kernels goes with them."""
-    shapes = buf.spec.global_shapes()
     runs: list[_Run] = []
     for tensor, _, numel, start in buf.spec.local_pieces():
-        row = torch.Size(shapes[tensor][1:]).numel()
+        row = buf.layout.row_size(tensor)
         if runs and runs[-1].stop == start and runs[-1].row == row:
             runs[-1] = _Run(runs[-1].start, runs[-1].rows + numel // row, row)
         else:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from itertools import accumulate
 
-from dbuf.layout import GlobalLayout
+from dbuf.layout import GlobalLayout, num_row_dims
 
 __all__ = ["scale_layout"]
 
@@ -26,7 +26,8 @@ def scale_layout(layout: GlobalLayout, block: int) -> GlobalLayout:
         GlobalLayout(tensor_shapes=((4, 2),), tensor_to_offset=(0,), size=8, rank_to_offset=(0, 4), align=1)
     """
     shapes = tuple(
-        (shape[0] if shape else 1, -(-layout.row_size(t) // block)) for t, shape in enumerate(layout.tensor_shapes)
+        (math.prod(shape[: num_row_dims(shape, layout.row_dims)]), -(-layout.row_size(t) // block))
+        for t, shape in enumerate(layout.tensor_shapes)
     )
     held = sorted((t for t, n in enumerate(layout.tensor_numels) if n), key=layout.tensor_to_offset.__getitem__)
     starts = [layout.tensor_to_offset[t] for t in held]

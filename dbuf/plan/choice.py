@@ -7,21 +7,23 @@ from dbuf.layout import GlobalLayout, Shape
 from dbuf.placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, describe, shard_placement
 from dbuf.plan.rows import plan_row_atomic
 
-__all__ = ["check_fits", "plan_layout"]
+__all__ = ["check_fits", "settle_layout"]
 
 
-def plan_layout(
+def settle_layout(
     shapes: tuple[tuple[int, ...], ...],
     placements: Placements,
-    layout: ShardLayout | GlobalLayout,
+    layout: ShardLayout | GlobalLayout | tuple[object, ...],
     dp_size: int,
     align: int,
+    row_dims: int,
     where: str,
 ) -> GlobalLayout:
     """The layout asked for: a planner's, checked against the shapes, or a new one for the kind of shard.
 
     Raises:
-        LayoutError: A planned layout is for other shapes, or `TensorAtomic` came without one.
+        LayoutError: A planned layout is for other shapes, a plan stands in the place of its layout, or
+            `TensorAtomic` came without one.
     """
     kind = shard_placement(placements)
     if isinstance(layout, GlobalLayout):
@@ -36,6 +38,16 @@ def plan_layout(
                 )
             )
         return layout
+    if isinstance(layout, tuple):
+        raise LayoutError(
+            explain(
+                where,
+                "a plan is more than its layout.",
+                got=f"layout={type(layout).__name__}(...)",
+                need="a GlobalLayout or a ShardLayout",
+                fix="layout=plan.layout",
+            )
+        )
     if isinstance(kind, TensorAtomic):
         raise LayoutError(
             explain(
@@ -47,7 +59,9 @@ def plan_layout(
             )
         )
     block_size = kind.block_size if isinstance(kind, BlockAtomic) else 1
-    return plan_row_atomic(shapes, dp_size, block_size=block_size, shard_layout=ShardLayout(layout), align=align)
+    return plan_row_atomic(
+        shapes, dp_size, block_size=block_size, shard_layout=ShardLayout(layout), align=align, row_dims=row_dims
+    )
 
 
 def check_fits(layout: GlobalLayout, placements: Placements, mesh_shape: Shape, where: str) -> None:

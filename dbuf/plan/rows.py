@@ -21,12 +21,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NoReturn
 
 from dbuf.errors import LayoutError, explain, require_positive
-from dbuf.layout import GlobalLayout, Shape, check_shapes
+from dbuf.layout import GlobalLayout, Shape, check_shapes, num_row_dims
 from dbuf.placement import ShardLayout
+from dbuf.plan.first import FirstAtLeast
 
-__all__ = ["plan_row_atomic"]
+__all__ = ["plan_row_atomic", "row_units"]
 
 _WHERE = "plan_row_atomic"
 
@@ -38,6 +40,7 @@ def plan_row_atomic(
     block_size: int = 1,
     shard_layout: ShardLayout = ShardLayout.PADDED,
     align: int = 1,
+    row_dims: int = 1,
 ) -> GlobalLayout:
     """Lay tensors out so that no cut splits a run of `block_size` rows.
 
@@ -53,6 +56,10 @@ def plan_row_atomic(
         shard_layout: PADDED for equal segments with padding, UNPADDED for no padding and uneven segments.
         align: Elements; equal segments are rounded up to a common multiple of `chunk` and `align`, offsets
             stay. Uneven segments are rounded only on the wire.
+        row_dims: How many leading dimensions number the rows, so that cuts may fall between them. A row is
+            `shape[row_dims:]`, or the last dimension if there are not so many. With 2, a fused weight
+            `(experts, out, in)` may be cut inside an expert, and a rank's part of it is shown as `(rows, in)`; a block
+            of rows never reaches from one expert into the next.
 
     Returns:
         A layout that admits `RowAtomic()` if `block_size` is 1, and `BlockAtomic(block_size)`.
@@ -64,19 +71,47 @@ def plan_row_atomic(
         >>> layout = plan_row_atomic([(5, 4), (2, 6), (3,)], 2)
         >>> layout.tensor_to_offset, layout.size, layout.rank_to_offset
         ((0, 24, 20), 48, (0, 24))
+        >>> [plan_row_atomic([(3, 10, 4)], 2, row_dims=n).size for n in (1, 2)]
+        [160, 120]
     """
     require_positive(dp_size, "dp_size", _WHERE, LayoutError)
-    require_positive(block_size, "block_size", _WHERE, LayoutError)
     require_positive(align, "align", _WHERE, LayoutError)
     checked = check_shapes(shapes, _WHERE)
-    _check_blocks(checked, block_size)
-    numels = [math.prod(shape) for shape in checked]
-    units = [block_size * math.prod(shape[1:]) for shape in checked]
+    numels, units = list(map(math.prod, checked)), row_units(checked, block_size, row_dims, _WHERE)
     if ShardLayout(shard_layout) is ShardLayout.PADDED:
         offsets, size, cuts = _plan_padded(numels, units, dp_size, align)
     else:
         offsets, size, cuts = _plan_unpadded(numels, units, dp_size)
-    return GlobalLayout(checked, tuple(offsets), size, tuple(cuts), align)
+    return GlobalLayout(checked, tuple(offsets), size, tuple(cuts), align, row_dims)
+
+
+def row_units(
+    shapes: tuple[Shape, ...], block_size: int, row_dims: int, where: str, names: Sequence[str] = ()
+) -> list[int]:
+    """For each tensor how many elements stay together: `block_size` rows of `shape[row_dims:]`.
+
+    Args:
+        shapes: Global shape of each tensor.
+        block_size: Rows in a block.
+        row_dims: See `plan_row_atomic`.
+        where: The function that was called, for messages.
+        names: What to call the tensors in messages; by default their numbers.
+
+    Raises:
+        LayoutError: A number is not positive, or a block would reach over the end of a tensor or of a matrix in it.
+
+    Example:
+        >>> row_units(((3, 10, 4), (6, 5), (8,)), 2, 2, "plan_row_atomic")
+        [8, 10, 2]
+    """
+    require_positive(block_size, "block_size", where, LayoutError)
+    require_positive(row_dims, "row_dims", where, LayoutError)
+    dims = [num_row_dims(shape, row_dims) for shape in shapes]
+    pairs = list(zip(shapes, dims, strict=True))
+    bad = [tensor for tensor, (shape, n) in enumerate(pairs) if (shape[n - 1] if shape else 1) % block_size]
+    if bad:
+        _refuse_blocks(shapes, dims, bad, block_size, where, names or range(len(shapes)))
+    return [block_size * math.prod(shape[n:]) for shape, n in pairs]
 
 
 def _plan_padded(numels: list[int], units: list[int], dp_size: int, align: int) -> tuple[list[int], int, list[int]]:
@@ -103,7 +138,7 @@ def _place_regulars(regulars: list[int], numels: list[int], chunk: int, offsets:
     """
     # Keyed by chunk - remainder, so that "remainder at most gap" reads "key at least chunk - gap", and 0 is
     # "none".
-    partners = _FirstAtLeast([-numels[tensor] % chunk for tensor in regulars])
+    partners = FirstAtLeast([-numels[tensor] % chunk for tensor in regulars])
     gaps, end = [], 0
     placed = [False] * len(regulars)
     for position, tensor in enumerate(regulars):
@@ -132,7 +167,7 @@ def _place_fragments(
     """Fill in the offsets of the fragments, each in the first gap with room; return the content's end."""
     *inner, (tail, _) = gaps
     starts = [start for start, _ in inner]
-    room = _FirstAtLeast([stop - start for start, stop in inner])
+    room = FirstAtLeast([stop - start for start, stop in inner])
     # A gap can be large enough and yet have no aligned place. It then has none for any later fragment of
     # the same size and unit, so each such pair goes on from where the one before it ended.
     resume: dict[tuple[int, int], int] = {}
@@ -168,60 +203,21 @@ def _plan_unpadded(numels: list[int], units: list[int], dp_size: int) -> tuple[l
     return offsets, size, cuts
 
 
-class _FirstAtLeast:
-    """A list of ints of at least 0 that finds the first entry of at least a given size in `O(log n)` steps.
-
-    A tree of maxima: node `i` has the children `2 i` and `2 i + 1`, the leaves are the entries.
-    """
-
-    def __init__(self, values: list[int]) -> None:
-        self._size = 1 << max(len(values) - 1, 0).bit_length()
-        self._nodes = [0] * self._size + values + [0] * (self._size - len(values))
-        for node in range(self._size - 1, 0, -1):
-            self._nodes[node] = max(self._nodes[2 * node], self._nodes[2 * node + 1])
-
-    def set(self, index: int, value: int) -> None:
-        """Replace one entry."""
-        nodes, node = self._nodes, self._size + index
-        nodes[node] = value
-        while node > 1:
-            node >>= 1
-            largest = max(nodes[2 * node], nodes[2 * node + 1])
-            if nodes[node] == largest:
-                break
-            nodes[node] = largest
-
-    def find(self, start: int, need: int) -> int | None:
-        """Return the first index from `start` on whose entry is at least `need` (at least 1), or None."""
-        nodes, node = self._nodes, self._size + start
-        if start >= self._size:
-            return None
-        while nodes[node] < need:  # go up until a subtree to the right can hold the answer
-            while node & 1:
-                node >>= 1
-            if node == 0:
-                return None
-            node += 1
-        while node < self._size:
-            node *= 2
-            node += nodes[node] < need
-        return node - self._size
-
-
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _check_blocks(shapes: tuple[Shape, ...], block_size: int) -> None:
-    bad = [(tensor, shape) for tensor, shape in enumerate(shapes) if (shape[0] if shape else 1) % block_size]
-    if bad:
-        raise LayoutError(
-            explain(
-                _WHERE,
-                f"block_size={block_size} does not divide the rows of {len(bad)} of {len(shapes)} tensors.",
-                got="\n".join(f"tensor {tensor} of shape {shape}" for tensor, shape in bad),
-                need=f"shape[0] a multiple of {block_size} (a scalar is one row)",
-                fix=f"block_size={math.gcd(block_size, *(shape[0] if shape else 1 for _, shape in bad))}, "
-                "or another group for these tensors",
-            )
+def _refuse_blocks(
+    shapes: tuple[Shape, ...], dims: list[int], bad: list[int], block_size: int, where: str, names: Sequence[object]
+) -> NoReturn:
+    counts = [shapes[t][dims[t] - 1] if shapes[t] else 1 for t in bad]
+    found = sorted({dims[t] - 1 for t in bad})
+    raise LayoutError(
+        explain(
+            where,
+            f"block_size={block_size} does not divide the rows of {len(bad)} of {len(shapes)} tensors.",
+            got="\n".join(f"tensor {names[t]} of shape {shapes[t]}" for t in bad),
+            need=f"{' and '.join(f'shape[{dim}]' for dim in found)} a multiple of {block_size} (a scalar is one row)",
+            fix=f"block_size={math.gcd(block_size, *counts)}, or another group for these tensors",
         )
+    )

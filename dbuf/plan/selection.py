@@ -39,6 +39,7 @@ def select_layout(layout: GlobalLayout, mask: tuple[bool, ...]) -> GlobalLayout:
         size=before[-1],
         rank_to_offset=tuple(content_before(cut) for cut in layout.rank_to_offset),
         align=layout.align,
+        row_dims=layout.row_dims,
     )
 
 

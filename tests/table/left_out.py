@@ -11,12 +11,12 @@ from table.cells import DTYPES, LAYOUTS, Cell
 # Cells left out: the functions (none named: all), why, and where.
 LEFT_OUT: tuple[tuple[str, str, Callable[[Cell], bool]], ...] = (
     (
-        "init_mesh plan_row_atomic plan_tensor_atomic changed_mesh_axis check disable_jit",
+        "init_mesh plan_row_atomic plan_tensor_atomic plan_compact plan_layout changed_mesh_axis check disable_jit",
         "runs before a step or around it, outside any trace: there is nothing to compile",
         lambda c: c.compiled,
     ),
     (
-        "init_mesh plan_row_atomic plan_tensor_atomic changed_mesh_axis",
+        "init_mesh plan_row_atomic plan_tensor_atomic plan_compact plan_layout changed_mesh_axis",
         "takes no tensor: one dtype stands for both",
         lambda c: not c.compiled and c.dtype is torch.bfloat16,
     ),
@@ -28,7 +28,7 @@ LEFT_OUT: tuple[tuple[str, str, Callable[[Cell], bool]], ...] = (
         "takes placements alone: both layouts of RowAtomic are the same there",
         lambda c: _first_dtype(c) and c.name == "row unpadded",
     ),
-    ("plan_row_atomic", "plans no TensorAtomic", lambda c: _first_dtype(c) and c.name == "tensor"),
+    ("plan_row_atomic plan_compact", "plans no TensorAtomic", lambda c: _first_dtype(c) and c.name == "tensor"),
     ("plan_tensor_atomic", "plans no rows", lambda c: _first_dtype(c) and c.name != "tensor"),
     (
         "",

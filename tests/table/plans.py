@@ -1,4 +1,4 @@
-"""check, init_mesh, plan_row_atomic, plan_tensor_atomic, changed_mesh_axis: what runs before a step."""
+"""check, init_mesh, the planners, changed_mesh_axis: what runs before a step."""
 
 from __future__ import annotations
 
@@ -84,6 +84,49 @@ def refuse_plan_row_atomic(c: Cell, x: dict[str, Any]) -> Refusals:
     }
 
 
+def call_plan_compact(c: Cell, x: dict[str, Any]) -> dict[str, Any]:
+    block_size = 2 if c.name == "block" else 1
+
+    def laws() -> dict[str, bool]:
+        plan = dbuf.plan_compact(c.shapes, c.ranks, block_size=block_size)
+        return {**_laws(plan.layout, block_size), "short": plan.least <= plan.segment <= plan.padded}
+
+    return {"laws": laws}
+
+
+def expect_plan_compact(c: Cell) -> dict[str, Any]:
+    return {"laws": c.everywhere(dict.fromkeys(("equal", "apart", "whole rows", "short"), True))}
+
+
+def refuse_plan_compact(c: Cell, x: dict[str, Any]) -> Refusals:
+    return {"no ranks": (lambda: dbuf.plan_compact(c.shapes, 0), LayoutError, "dp_size is not a positive int")}
+
+
+def call_plan_layout(c: Cell, x: dict[str, Any]) -> dict[str, Any]:
+    def choose() -> list[Any]:
+        choice = dbuf.plan_layout(x["tree"], c.ranks, block_size=2 if c.name == "block" else 1)
+        padded, _, unpadded, owned = (option.layout for option in choice.options)
+        kinds = [option.placement for option in choice.options]
+        made = plan_layout(c.name, c.shapes, c.ranks)
+        same = {"row padded": padded == made, "block": padded == made, "row unpadded": unpadded == made}
+        same["tensor"] = owned.admits(kinds[3])
+        return [same[c.name], choice.best.cost == min(option.cost for option in choice.options)]
+
+    return {"the planner's own, and the cheapest": choose}
+
+
+def expect_plan_layout(c: Cell) -> dict[str, Any]:
+    return {"the planner's own, and the cheapest": c.everywhere([True, True])}
+
+
+def refuse_plan_layout(c: Cell, x: dict[str, Any]) -> Refusals:
+    odd = {"w": [(3, 2)]}
+    return {
+        "no shape": (lambda: dbuf.plan_layout({"w": 1}, 1), LayoutError, r"not every leaf has a shape.*\['w'\]: int"),
+        "odd rows": (lambda: dbuf.plan_layout(odd, 1, block_size=2), LayoutError, r"tensor \['w'\]\[0\] of shape"),
+    }
+
+
 def call_plan_tensor_atomic(c: Cell, x: dict[str, Any]) -> dict[str, Any]:
     plan = functools.partial(dbuf.plan_tensor_atomic, c.shapes, c.ranks, tensor_owners=choose_owners(c.ranks))
     return {
@@ -155,6 +198,8 @@ ROWS = {
     "check": Row(call_check, expect_check, refuse_check, how=""),
     "init_mesh": Row(call_init_mesh, expect_init_mesh, refuse_init_mesh, how=""),
     "plan_row_atomic": Row(call_plan_row_atomic, expect_plan_row_atomic, refuse_plan_row_atomic, how=""),
+    "plan_compact": Row(call_plan_compact, expect_plan_compact, refuse_plan_compact, how=""),
+    "plan_layout": Row(call_plan_layout, expect_plan_layout, refuse_plan_layout, how=""),
     "plan_tensor_atomic": Row(call_plan_tensor_atomic, expect_plan_tensor_atomic, refuse_plan_tensor_atomic, how=""),
     "changed_mesh_axis": Row(call_changed_mesh_axis, expect_changed_mesh_axis, refuse_changed_mesh_axis, how=""),
 }
