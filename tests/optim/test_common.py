@@ -74,7 +74,15 @@ def test_twenty_steps_are_those_of_one_dense_process(name: str) -> None:
     testing.assert_close(whole(params), reference(name, STEPS), rtol=2e-5)
 
 
-@pytest.mark.parametrize("mesh_shape, replicated", [((2,), 0), ((3,), 0), ((4,), 0), ((2, 2), 0), ((2, 2), 1)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape, replicated",
+    [
+        ((2,), 0),
+        ((3,), 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [((4,), 0), ((2, 2), 0), ((2, 2), 1)]),
+    ],
+    ids=str,
+)
 def test_result_does_not_depend_on_ranks_mesh_or_layout(mesh_shape: tuple[int, ...], replicated: int) -> None:
     world_size = 4 if len(mesh_shape) == 2 else mesh_shape[0]
     for found in testing.run(results, mesh_shape, replicated, world_size=world_size, timeout_s=300):
