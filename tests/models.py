@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 import programs
 from dbuf import tree
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cheap_kernels
 import dbuf
 import dbuf.nn
-import kernels
 import models
 from dbuf import tree
 from dbuf.optim import GradientTransformation
@@ -227,7 +227,7 @@ def train(case: Case, shape: tuple[int, ...], placements: Any, steps: int, compi
         tokens = batch(case, i)
         mine = tokens if case.same_batch else models.share(tokens, torch.distributed.get_rank(), mesh.size())
         gathers = models.Gathers()  # no compiled program runs inside a dispatch mode
-        with kernels.graphs_alone() if compiled else gathers:
+        with cheap_kernels.graphs_alone() if compiled else gathers:
             params, state, rest, loss, grads = run(params, state, rest, mine)
         if i == 0:
             out["gathers"] = len(gathers.made)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import BlockAtomic, Replicate, RowAtomic, ShardLayout, testing, tree
 from dbuf.errors import TreeError
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import compat
 from dbuf.compat import tracing
 from dbuf.testing import run

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import DBuffer, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic
 from dbuf.testing import assert_bitwise, assert_close, run
 

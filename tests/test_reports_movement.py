@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import DBuffer, Partial, Replicate, RowAtomic, ShardLayout, TensorAtomic, TreeError
 from dbuf.testing import assert_bitwise, assert_close, assert_same_on_all_ranks, run
 
@@ -545,7 +545,7 @@ FAKE_WORLD = """
 import json, re
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-import dbuf, kernels, programs
+import cheap_kernels, dbuf, programs
 from test_reports_movement import Order
 from dbuf import DBuffer, RowAtomic, ShardLayout
 

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from torch.utils import _pytree
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import DBuffer, Replicate, RowAtomic, TreeError
 from dbuf import tree as trees
 from dbuf.testing import assert_bitwise, strategies

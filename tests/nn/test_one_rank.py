@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 import modules
 from dbuf import RowAtomic, TreeError, testing
 from dbuf.nn import Functional, functionalize

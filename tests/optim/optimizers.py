@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import optim
 from dbuf.optim import GradientTransformation
 

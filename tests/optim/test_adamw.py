@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import testing
 from dbuf.buffer import is_buffer
 from dbuf.errors import PlacementError, TreeError

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import RowAtomic, optim, testing
 from optim.optimizers import MATRICES, SHAPES, tensors, whole
 

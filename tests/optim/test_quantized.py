@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import BlockAtomic, RowAtomic, ShardLayout, TensorAtomic, optim, plan_tensor_atomic, testing
 from dbuf.optim.quantized import _dynamic_map
 from optim.optimizers import tensors, whole

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 from dbuf import RowAtomic, optim, testing
 from dbuf.optim.quantized import _runs, is_second_moment
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+import cheap_kernels  # noqa: F401
 import dbuf
-import kernels  # noqa: F401
 import reference
 from dbuf import DBuffer, PlacementError, Replicate, TreeError
 from table.cells import OPTIONS, Cell

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cheap_kernels
 import dbuf
-import kernels
 import models
 import training
 from dbuf import DbufError, LayoutError, PlacementError, Replicate, RowAtomic, TreeError, testing, tree
@@ -86,7 +86,7 @@ def _skip(name: str, compiled: bool) -> Any:
     step: Any = make_train_step(loss_fn, optimizer, strategy, skip_nonfinite=True)
     step = dbuf.jit(step) if compiled else step
     states, skipped = [state], []
-    with kernels.graphs_alone() if compiled else contextlib.nullcontext():
+    with cheap_kernels.graphs_alone() if compiled else contextlib.nullcontext():
         for i in range(4):
             factor = torch.tensor(math.nan if i == 2 and dist.get_rank() == 1 else 1.0)
             state, metrics = step(state, {"tokens": training.batch_of(mesh, i), "factor": factor})
@@ -108,7 +108,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(name: str, 
         assert all(bool(torch.isfinite(x).all()) for x in states[4] if isinstance(x, torch.Tensor))
 
 
-@kernels.graphs_alone()
+@cheap_kernels.graphs_alone()
 def _many_steps() -> Any:
     """A rate that changes, a state from elsewhere, and then batches of many lengths."""
 
