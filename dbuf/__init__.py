@@ -22,6 +22,7 @@ from dbuf.placement import (
 from dbuf.plan import plan_compact, plan_layout, plan_row_atomic, plan_tensor_atomic
 from dbuf.reduce import all_finite, global_norm, norms, pmean, psum, vdot
 from dbuf.rematerialize import gathered, remat
+from dbuf.reports import report
 from dbuf.transforms import grad, value_and_grad
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "redistribute",
     "reduce_scatter",
     "remat",
+    "report",
     "select",
     "shapes",
     "shard",
