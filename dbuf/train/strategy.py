@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NoReturn
 
 from dbuf import mesh as meshes
@@ -113,19 +114,24 @@ class Strategy:
         """Axes of the meshes that this is a strategy for."""
         return len(self.params)
 
-    def dp_size(self, mesh: DeviceMesh) -> int:
+    def dp_size(self, mesh: DeviceMesh | Sequence[int]) -> int:
         """Segments that a group's layout needs: the ranks along every axis that is ever sharded.
 
+        Args:
+            mesh: A mesh, or the sizes of its axes, outermost first.
+
+        Raises:
+            PlacementError: It has another number of axes.
+
         Example:
-            >>> import dbuf
-            >>> Strategy.ddp().dp_size(dbuf.init_mesh())
-            1
+            >>> Strategy.hsdp().dp_size((64, 8)), Strategy.hfsdp().dp_size((64, 8))
+            (8, 512)
         """
-        shape = meshes.shape_of(mesh)
+        shape = tuple(mesh) if isinstance(mesh, Sequence) else meshes.shape_of(mesh)
         if len(shape) != self.ndim:
             _refuse(
                 f"a strategy for {self.ndim} mesh axes meets a mesh of {len(shape)}.",
-                got=f"{self} on {mesh.mesh_dim_names}",
+                got=f"{self} on {shape}",
                 need="one entry a mesh axis in each of the three tuples",
                 fix=f"dbuf.init_mesh with {self.ndim} axes, or another strategy",
             )
