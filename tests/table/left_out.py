@@ -11,7 +11,8 @@ from table.cells import DTYPES, LAYOUTS, Cell
 # Cells left out: the functions (none named: all), why, and where.
 LEFT_OUT: tuple[tuple[str, str, Callable[[Cell], bool]], ...] = (
     (
-        "init_mesh plan_row_atomic plan_tensor_atomic plan_compact plan_layout changed_mesh_axis check disable_jit",
+        "init_mesh plan_row_atomic plan_tensor_atomic plan_compact plan_layout changed_mesh_axis check report "
+        "disable_jit",
         "runs before a step or around it, outside any trace: there is nothing to compile",
         lambda c: c.compiled,
     ),

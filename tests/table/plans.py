@@ -175,6 +175,25 @@ def _laws(layout: Any, block_size: int) -> dict[str, bool]:
     }
 
 
+def call_report(c: Cell, x: dict[str, Any]) -> dict[str, Any]:
+    def count() -> list[Any]:
+        found = dbuf.report(x["at"][c.at_sharded])
+        return [found.content, found.size, found.longest, found.nbytes]
+
+    return {"elements and bytes": count}
+
+
+def expect_report(c: Cell) -> dict[str, Any]:
+    cuts = (*c.layout.rank_to_offset, c.layout.size)
+    longest = max(stop - start for start, stop in itertools.pairwise(cuts))
+    content = sum(math.prod(shape) for shape in c.shapes)
+    return {"elements and bytes": c.everywhere([content, c.layout.size, longest, longest * c.dtype.itemsize])}
+
+
+def refuse_report(c: Cell, x: dict[str, Any]) -> Refusals:
+    return {"no layout": (lambda: dbuf.report(x["at"]), LayoutError, "a report is of a layout.*dict")}
+
+
 def call_changed_mesh_axis(c: Cell, x: dict[str, Any]) -> dict[str, Any]:
     return {
         "the last": lambda: dbuf.changed_mesh_axis(c.inner, c.replicated),
@@ -201,5 +220,6 @@ ROWS = {
     "plan_compact": Row(call_plan_compact, expect_plan_compact, refuse_plan_compact, how=""),
     "plan_layout": Row(call_plan_layout, expect_plan_layout, refuse_plan_layout, how=""),
     "plan_tensor_atomic": Row(call_plan_tensor_atomic, expect_plan_tensor_atomic, refuse_plan_tensor_atomic, how=""),
+    "report": Row(call_report, expect_report, refuse_report, how=""),
     "changed_mesh_axis": Row(call_changed_mesh_axis, expect_changed_mesh_axis, refuse_changed_mesh_axis, how=""),
 }
