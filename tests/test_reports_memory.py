@@ -145,9 +145,7 @@ def test_a_real_step_holds_and_sends_what_was_planned(ranks: int) -> None:
         )
         where = f"{asked}: {plan}"
         for part in ("weights", "compute_weights", "optimizer", "gradients"):
-            assert max(of[part] for of in found) == pytest.approx(getattr(plan, part), rel=1e-3), (
-                f"{part}, {where}"
-            )
+            assert max(of[part] for of in found) == pytest.approx(getattr(plan, part), rel=1e-3), f"{part}, {where}"
         (seen,) = [of for of in found if "collectives" in of]
         assert seen["collectives"] == plan.collectives, where
         assert seen["nbytes"] == pytest.approx(plan.nbytes, rel=1e-3), where
