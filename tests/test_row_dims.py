@@ -255,9 +255,11 @@ def test_movement_and_gradients_are_the_oracles(name: str, ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unpadded", "compact"])
-def test_compiled_movement_and_gradients_are_the_oracles(name: str) -> None:
-    check(testing.run(compiled, name, world_size=2), name, 2)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("padded", 1), ("unpadded", 2), ("compact", 2), ("block", 3), ("unpadded", 4)]
+)
+def test_compiled_movement_and_gradients_are_the_oracles(name: str, ranks: int) -> None:
+    check(testing.run(compiled, name, world_size=ranks), name, ranks)
 
 
 def on_two_axes() -> dict[str, Any]:
@@ -363,8 +365,9 @@ def test_adamw_is_torchs() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_adamw_does_what_one_process_does() -> None:
-    for found in testing.run(train_compiled, "adamw", world_size=2):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_compiled_adamw_does_what_one_process_does(ranks: int) -> None:
+    for found in testing.run(train_compiled, "adamw", world_size=ranks):
         testing.assert_close(found, alone("adamw"))
 
 
