@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +20,7 @@ import programs
 from dbuf import BlockAtomic, RowAtomic, ShardLayout, TensorAtomic, testing, tree
 from dbuf.errors import LayoutError, PlacementError
 from dbuf.models import read_model
-from dbuf.reports.memory import OPTIMIZERS, plan_memory
+from dbuf.reports.memory import OPTIMIZERS, MemoryPlan, plan_memory
 from dbuf.train import Strategy, init, make_train_step
 from training import strategy_for
 
@@ -59,11 +65,11 @@ def nbytes(value: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """What one rank's state holds, and what the compiled step's graph moves."""
+def prepare(case: dict[str, Any]) -> tuple[dict[str, int], Any, Any, torch.Tensor]:
+    """What one rank's state holds; its compiled step, and what the step takes."""
     shape, name, how = case["mesh"], case["strategy"], case["layout"]
     strategy = strategy_for(name, shape)
-    mesh = dbuf.init_mesh(("outer", "inner")[-len(shape) :], shape)
+    mesh = dbuf.init_mesh(("outer", "inner")[-len(shape) :], shape, device_type="cpu")
     params = {
         f"layer{i}": dbuf.shard(
             {"up": torch.ones(shapes[0]), "bias": torch.ones(shapes[1]), "down": torch.ones(shapes[2])},
@@ -72,7 +78,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             layout=how,
             dp_size=strategy.dp_size(mesh),
         )
-        for i, shapes in enumerate((up, bias, down) for up, bias, down in SHAPES)
+        for i, shapes in enumerate(SHAPES)
     }
     optimizer = MAKE[case["optimizer"]]()
     state = init(params, optimizer, strategy, compute_dtype=case["dtype"])
@@ -87,17 +93,24 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "optimizer": nbytes(state.opt_state),
         "gradients": nbytes(dbuf.cast(grads, torch.float32)),
     }
-    with cheap_kernels.graphs_alone():
-        reports = programs.inspect_in_turns({"step": (dbuf.jit(step, donate_argnums=0), state, batch)})
-    seen = {
-        key: {
-            "collectives": report.collectives,
-            "nbytes": {kind: n for kind, n in report.nbytes.items() if kind in report.collectives},
-            "gathered": report.gathered_nbytes_alive,
-        }
-        for key, report in reports.items()
+    return held, dbuf.jit(step, donate_argnums=0), state, batch
+
+
+def seen(report: dbuf.Report) -> dict[str, Any]:
+    """What the graph of a step moves."""
+    return {
+        "collectives": report.collectives,
+        "nbytes": {kind: n for kind, n in report.nbytes.items() if kind in report.collectives},
+        "gathered": report.gathered_nbytes_alive,
     }
-    return held | seen.get("step", {})
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """What one rank's state holds, and on one of the ranks, what the compiled step's graph moves."""
+    held, *call = prepare(case)
+    with cheap_kernels.graphs_alone():
+        reports = programs.inspect_in_turns({"step": tuple(call)})
+    return held | (seen(reports["step"]) if reports else {})
 
 
 def measure_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,23 +147,53 @@ def test_a_real_step_holds_and_sends_what_was_planned(ranks: int) -> None:
     by_rank = testing.run(measure_all, CASES[ranks], world_size=ranks)
     for i, asked in enumerate(CASES[ranks]):
         found = [of_rank[i] for of_rank in by_rank]
-        plan = plan_memory(
-            GROUPS,
-            asked["mesh"],
-            strategy_for(asked["strategy"], asked["mesh"]),
-            optimizer=asked["optimizer"],
-            microbatches=asked["m"],
-            compute_dtype=asked["dtype"],
-            shard_layout=asked["layout"],
-        )
-        where = f"{asked}: {plan}"
+        plan = plan_of(asked)
         for part in ("weights", "compute_weights", "optimizer", "gradients"):
-            assert max(of[part] for of in found) == pytest.approx(getattr(plan, part), rel=1e-3), f"{part}, {where}"
-        (seen,) = [of for of in found if "collectives" in of]
-        assert seen["collectives"] == plan.collectives, where
-        assert seen["nbytes"] == pytest.approx(plan.nbytes, rel=1e-3), where
-        if plan.gathered:
-            assert seen["gathered"] == pytest.approx(plan.gathered, rel=1e-3), where
+            assert max(of[part] for of in found) == pytest.approx(getattr(plan, part), rel=1e-3), f"{part}, {asked}"
+        (of_graph,) = [of for of in found if "collectives" in of]
+        check_graph(of_graph, plan, asked)
+
+
+def plan_of(asked: dict[str, Any]) -> MemoryPlan:
+    return plan_memory(
+        GROUPS,
+        asked["mesh"],
+        strategy_for(asked["strategy"], asked["mesh"]),
+        optimizer=asked["optimizer"],
+        microbatches=asked["m"],
+        compute_dtype=asked["dtype"],
+        shard_layout=asked["layout"],
+    )
+
+
+def check_graph(found: dict[str, Any], plan: MemoryPlan, asked: dict[str, Any]) -> None:
+    assert found["collectives"] == plan.collectives, asked
+    assert found["nbytes"] == pytest.approx(plan.nbytes, rel=1e-3), asked
+    if plan.gathered:
+        assert found["gathered"] == pytest.approx(plan.gathered, rel=1e-3), asked
+
+
+@pytest.mark.slow
+def test_a_step_on_1024_ranks_compiles_and_sends_what_was_planned() -> None:
+    """One rank of a fake process group, on (1024,) and (32, 32): its state, its graph, and its generated code."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(root / "tests" / "thousand_ranks.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, found in json.loads(done.stdout).items():
+        asked = case(name, (1024,) if name == "zero3" else (32, 32))
+        plan = plan_of(asked)
+        check_graph(found, plan, asked)
+        for part in ("weights", "compute_weights", "optimizer", "gradients"):
+            assert found[part] == pytest.approx(getattr(plan, part), rel=1e-3), f"{part}, {asked}"
+        written = Counter(kind for kind, numel in found["written"] if numel > 1)
+        assert sum(written.values()) == sum(plan.collectives.values()), written
+        print(f"{name}: traced in {found['seconds']:.1f} s")
 
 
 def test_the_optimizers_here_are_those_of_the_plan() -> None:

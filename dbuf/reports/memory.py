@@ -56,7 +56,9 @@ class _Group(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a strategy holds and sends, without activations, in bytes; of each the most that any rank has.
+    """What a strategy holds and sends, in bytes; of each the most that any rank has.
+
+    Without activations, and without the full-size gradient of a group on its way to its reduction.
 
     Attributes:
         weights: Main weights, where the optimizer works.

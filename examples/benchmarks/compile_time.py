@@ -1,17 +1,19 @@
-"""What compiling a step costs as the model gets deeper: unrolled, blocks compiled once, and a loop of compiled blocks.
+"""What compiling a step costs as the model gets deeper, or the ranks more: unrolled, compiled once, a block at a time.
 
     python examples/benchmarks/compile_time.py                       # 2, 4, 8, 16, 32 blocks, three lines
     python examples/benchmarks/compile_time.py --layers 4 32 --lines "compiled once"
+    python examples/benchmarks/compile_time.py --layers 4 --lines unrolled --ranks 2 64 1024 16384 --name compile_ranks
 
-A ZeRO-3 step with AdamW of the model of `step.py`, as rank 0 of 2 under torch's fake process group: the program is that
-of two ranks, and one process compiles it. Each point is a process of its own with an empty cache and one compile
-thread. `cpu_s` is the processor time of the first step, that of the C++ compiler included; `wall_s` depends on what
-else the machine does.
+A ZeRO-3 step with AdamW of the model of `step.py`, as rank 0 of 2, or of any number, under torch's fake process group:
+the program is that of so many ranks, and one process compiles it. Each point is a process of its own with an empty
+cache and one compile thread. `cpu_s` is the processor time of the first step, that of the C++ compiler included;
+`wall_s` depends on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -26,7 +28,7 @@ from typing import Any
 
 LINES = ("unrolled", "compiled once", "block loop")
 LAYERS = (2, 4, 8, 16, 32)
-OUT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "compile_time.json"
+OUT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
 def cpu_s() -> float:
@@ -35,7 +37,7 @@ def cpu_s() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def measure(line: str, layers: int) -> dict[str, Any]:
+def measure(line: str, layers: int, ranks: int) -> dict[str, Any]:
     """Build a model of `layers` blocks and time its first step."""
     import _model
     import torch
@@ -45,7 +47,7 @@ def measure(line: str, layers: int) -> dict[str, Any]:
     import dbuf
 
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = dbuf.init_mesh(("dp",), device_type="cpu")
     size = _model.Size(layers=layers, width=64, heads=4, batch=2, context=16)
     params = {name: dbuf.shard(group, mesh, dbuf.RowAtomic()) for name, group in _model.weights(size, "cpu").items()}
@@ -80,10 +82,10 @@ def measure(line: str, layers: int) -> dict[str, Any]:
         jitted(params, state, window)
     found = {"cpu_s": round(cpu_s() - start_cpu, 1), "wall_s": round(time.perf_counter() - start, 1)}
     report = None if line == "block loop" else jitted.inspect(params, state, window).collectives
-    return {"line": line, "layers": layers, **found, "collectives": report}
+    return {"line": line, "layers": layers, "ranks": ranks, **found, "collectives": report}
 
 
-def point(line: str, layers: int) -> dict[str, Any]:
+def point(line: str, layers: int, ranks: int) -> dict[str, Any]:
     """`measure` in a process of its own, with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         env = {
@@ -92,7 +94,7 @@ def point(line: str, layers: int) -> dict[str, Any]:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, __file__, "--point", line, str(layers)]
+        command = [sys.executable, __file__, "--point", line, str(layers), str(ranks)]
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -101,28 +103,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--lines", nargs="+", default=LINES, choices=LINES)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--name", default="compile_time", help="of the JSON in docs/benchmarks")
+    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.point:
-        print(json.dumps(measure(args.point[0], int(args.point[1]))))
+        print(json.dumps(measure(args.point[0], *map(int, args.point[1:]))))
         return
     import torch
 
     machine = {"torch": torch.__version__, "cores": os.cpu_count(), "machine": platform.machine()}
+    out = OUT / f"{args.name}.json"
     points = []
-    print(f"{'blocks':>6} {'line':14} {'cpu s':>7} {'wall s':>7}")
-    for layers in args.layers:
-        for line in args.lines:
-            found = point(line, layers)
-            points.append(found)
-            print(f"{layers:6} {line:14} {found['cpu_s']:7} {found['wall_s']:7}", flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps({**machine, "points": points}, indent=1) + "\n")
+    print(f"{'blocks':>6} {'ranks':>6} {'line':14} {'cpu s':>7} {'wall s':>7}")
+    for layers, ranks, line in itertools.product(args.layers, args.ranks, args.lines):
+        found = point(line, layers, ranks)
+        points.append(found)
+        print(f"{layers:6} {ranks:6} {line:14} {found['cpu_s']:7} {found['wall_s']:7}", flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({**machine, "points": points}, indent=1) + "\n")
     cpu = {(p["line"], p["layers"]): p["cpu_s"] for p in points}
     few, many = min(args.layers, key=lambda n: abs(n - 4)), max(args.layers)
-    for line in args.lines:
-        print(f"{line}: {many} blocks take {cpu[line, many] / cpu[line, few]:.2f} x the time of {few}")
+    if few != many:
+        for line in args.lines:
+            print(f"{line}: {many} blocks take {cpu[line, many] / cpu[line, few]:.2f} x the time of {few}")
 
 
 if __name__ == "__main__":
