@@ -56,7 +56,7 @@ def gathered(fn: Function, *, dtype: torch.dtype | None = None, grad_dtype: torc
         `reshard_after_forward` of FSDP2; ZeRO stage 3.
     """
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())  # Dynamo knows no `__dict__` of a functools.partial
     def call(bufs: Any, *args: Any, **kwargs: Any) -> Any:
         gather = functools.partial(gather_for, where="dbuf.gathered", dtype=dtype, grad_dtype=grad_dtype)
         if torch.compiler.is_compiling():
@@ -200,7 +200,7 @@ def remat(fn: Function) -> Function:
         Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and (not torch.is_grad_enabled() or _under_func("remat")):
             return fn(*args, **kwargs)

@@ -78,7 +78,7 @@ def value_and_grad(
         )
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())  # Dynamo knows no `__dict__` of a functools.partial
     def with_grads(*args: Any, **kwargs: Any) -> Any:
         _check_argnums(positions, len(args))
         chosen = [args[i] for i in positions]
@@ -124,7 +124,7 @@ def grad(
     """
     both = value_and_grad(fn, argnums, has_aux, reduction, mean_over)
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def only_grads(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
