@@ -7,6 +7,7 @@ ranks might reach.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "init_mesh",
     "prepare",
     "runs_together",
+    "same_everywhere",
     "shape_of",
     "suffix_group",
     "sum_over",
@@ -169,11 +171,24 @@ def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
     """`value` of every rank of the mesh, in row-major order; outside any trace."""
     if mesh.size() == 1:
         return [value]
-    names = _names(mesh)
-    group = mesh.get_group("_".join(names)) if len(names) > 1 else mesh.get_group(0)
     out: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(out, value, group=group)
+    dist.all_gather_object(out, value, group=_whole_group(mesh))
     return out
+
+
+def same_everywhere(text: str, mesh: DeviceMesh) -> bool:
+    """Whether a text is the same on every rank of the mesh; 32 bytes of each, outside any trace."""
+    if mesh.size() == 1:
+        return True
+    mine = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(mesh.device_type)
+    everyone = mine.repeat(mesh.size())  # a fake process group writes nothing: its ranks agree
+    dist.all_gather_into_tensor(everyone, mine, group=_whole_group(mesh))
+    return bool((everyone.view(-1, mine.numel()) == mine).all())
+
+
+def _whole_group(mesh: DeviceMesh) -> Any:
+    names = _names(mesh)
+    return mesh.get_group("_".join(names)) if len(names) > 1 else mesh.get_group(0)
 
 
 def sum_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[Any, ...], ...]:

@@ -126,6 +126,7 @@ def groups() -> Any:
     return (
         out,
         meshes.gather_objects(dist.get_rank(), mesh),
+        [meshes.same_everywhere(text, mesh) for text in ("", "a" * 100, f"{dist.get_rank() == 2}")],
         meshes.sum_over(mesh, (1,)),
         len(meshes.sum_over(mesh, (0, 1, 2))),
     )
@@ -133,9 +134,9 @@ def groups() -> Any:
 
 def test_groups_over_several_axes_are_in_row_major_order() -> None:
     whole = [0, 1, 2, 3]
-    for rank, (lists, gathered, over_b, steps) in enumerate(run(groups, world_size=4)):
+    for rank, (lists, gathered, same, over_b, steps) in enumerate(run(groups, world_size=4)):
         pair, column = whole[rank // 2 * 2 :][:2], [rank % 2, rank % 2 + 2]
-        assert lists == [whole, pair, column] and gathered == whole
+        assert lists == [whole, pair, column] and gathered == whole and same == [True, True, False]
         assert over_b == () and steps == 4, "an axis of size 1 communicates nothing"
 
 
