@@ -182,7 +182,7 @@ def same_everywhere(text: str, mesh: DeviceMesh) -> bool:
         return True
     mine = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(mesh.device_type)
     everyone = mine.repeat(mesh.size())  # a fake process group writes nothing: its ranks agree
-    dist.all_gather_into_tensor(everyone, mine, group=_whole_group(mesh))
+    dist.all_gather_single(everyone, mine, group=_whole_group(mesh))
     return bool((everyone.view(-1, mine.numel()) == mine).all())
 
 
