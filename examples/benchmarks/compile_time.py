@@ -2,7 +2,7 @@
 
     python examples/benchmarks/compile_time.py                       # 2, 4, 8, 16, 32 blocks, three lines
     python examples/benchmarks/compile_time.py --layers 4 32 --lines "compiled once"
-    python examples/benchmarks/compile_time.py --layers 4 --lines unrolled --ranks 2 64 1024 16384 --name compile_ranks
+    python examples/benchmarks/compile_time.py --layers 2 --lines unrolled --ranks 2 64 1024 16384 --name compile_ranks
 
 A ZeRO-3 step with AdamW of the model of `step.py`, as rank 0 of 2, or of any number, under torch's fake process group:
 the program is that of so many ranks, and one process compiles it. Each point is a process of its own with an empty
