@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -336,3 +337,26 @@ def test_a_loss_that_reads_no_buffer_is_refused(wrap: Callable[..., Any]) -> Non
     buf = dbuf.shard({"w": torch.ones(2)}, dbuf.init_mesh(("dp",)), RowAtomic())
     with pytest.raises(dbuf.DbufError, match="reads none of the buffers"):
         wrap(dbuf.grad(lambda b: torch.tensor(1.0)))(buf)
+
+
+def _scaled_cubes(scale: float, p: Tensors) -> torch.Tensor:
+    return (p["w"] ** 3).sum() * scale
+
+
+def _scaled_loss(scale: float, buf: dbuf.DBuffer) -> torch.Tensor:
+    return dbuf.gathered(functools.partial(_scaled_cubes, scale))(buf)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, dbuf.jit], ids=["eager", "jit"])
+def test_a_partial_is_a_function_like_any_other(wrap: Callable[..., Any]) -> None:
+    """Was an error of Dynamo, where the transform of a partial was made inside the compiled function."""
+    buf = dbuf.shard({"w": torch.tensor([1.0, 2.0])}, dbuf.init_mesh(("dp",)), RowAtomic())
+    loss = functools.partial(_scaled_loss, 2.0)
+
+    def of_all(b: dbuf.DBuffer, w: torch.Tensor) -> Any:
+        again = dbuf.remat(functools.partial(_scaled_cubes, 3.0))
+        return dbuf.value_and_grad(loss)(b), dbuf.grad(loss)(b), again({"w": w})
+
+    (value, grads), only, of_tensors = wrap(of_all)(buf, torch.tensor([1.0, 2.0]))
+    assert (value.item(), of_tensors.item()) == (18.0, 27.0)
+    assert grads.local.tolist() == only.local.tolist() == [6.0, 24.0]
