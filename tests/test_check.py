@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import cheap_kernels  # noqa: F401
 import dbuf
 from dbuf import BlockAtomic, Replicate, RowAtomic, ShardLayout, testing, tree
+from dbuf import mesh as meshes
 from dbuf.errors import TreeError
 
 W, B = torch.ones(4, 2), torch.ones(3)
@@ -155,3 +157,33 @@ def test_buffers_of_two_meshes_in_another_order_are_no_hang() -> None:
     for message in testing.run(_two_meshes, 1, world_size=4):
         assert "rank 0: buffer ['wide']: mesh ('outer', 'inner')" in message
         assert "rank 1: buffer ['narrow']: mesh ('inner',)" in message
+
+
+def _two_axes(odd: int | None, axis: str) -> str:
+    """Buffers on the two axes of a grid, and on no mesh that holds both."""
+    mesh = dbuf.init_mesh(("outer", "inner"), (2, 2))
+    sizes = {name: 4 + (name == axis and dist.get_rank() == odd) for name in ("outer", "inner")}
+    return _message(lambda: dbuf.check({n: _shard({"w": torch.ones(s)}, mesh[n]) for n, s in sizes.items()}))
+
+
+@pytest.mark.parametrize("axis", ["outer", "inner"])
+def test_a_difference_on_one_axis_of_a_grid_is_told_to_all(axis: str) -> None:
+    """Was a hang: the ranks that had seen a difference left, and the others waited for them on the other axis."""
+    assert testing.run(_two_axes, None, axis, world_size=4) == [""] * 4
+    for odd in range(4):
+        first, *others = testing.run(_two_axes, odd, axis, world_size=4, timeout_s=60)
+        assert f"rank {odd}: buffer ['{axis}']['w']: (5,)" in first
+        assert others == [first] * 3
+
+
+def _told() -> list[str]:
+    """What `check` sends beyond digests, of buffers on a mesh and on its slices."""
+    mesh, told = dbuf.init_mesh(("outer", "inner"), (2, 2)), list[str]()
+    bufs = {"wide": _shard({"w": W}, mesh, (RowAtomic(), RowAtomic())), "narrow": _shard({"w": W}, mesh["inner"])}
+    with mock.patch.object(meshes, "gather_objects", lambda value, _: told.append(str(value))):
+        dbuf.check(bufs)
+    return told
+
+
+def test_ranks_that_agree_send_digests_alone() -> None:
+    assert testing.run(_told, world_size=4) == [[]] * 4
